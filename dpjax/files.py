@@ -16,6 +16,7 @@ from dpjax.errors import UserError, not_writable
 
 MOST_BYTES = 2**27
 RECORD = "data.json"  # of a folder that `build_once` built
+PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
 
 
@@ -102,13 +103,14 @@ def build_once(
   For a folder text8 there are
 
     text8/            the complete folder with its record, data.json
-    text8.partial/    the unfinished folder, perhaps of a process that was killed: built anew
+    text8.partial/    the unfinished folder, perhaps of a process that was killed: built anew,
+                      or continued by `build` where that had written a file `PROGRESS`
     text8.lock        locked by the process that builds it; stays, and is empty
 
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills a given empty folder, and returns what else to record.
+    build: fills a given empty or unfinished folder, and returns what else to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
@@ -147,9 +149,10 @@ def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-  """Gives an empty folder to fill, which then takes the place of `folder`.
+  """Gives an empty or unfinished folder to fill, which then takes the place of `folder`.
 
-  A `UserError` if that has no `RECORD`, and so is not dpjax's.
+  One with `PROGRESS` stays after an error. A `UserError` if `folder` has no `RECORD`, and so is not
+  dpjax's.
   """
   if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
     raise UserError(
@@ -157,12 +160,15 @@ def replacing(folder: Path) -> Iterator[Path]:
       "move it away"
     )
   partial = folder.with_name(folder.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
+  progress = partial / PROGRESS
+  if not progress.exists():
+    shutil.rmtree(partial, ignore_errors=True)
   try:
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)
     yield partial
     if folder.exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
   finally:
-    shutil.rmtree(partial, ignore_errors=True)
+    if not progress.exists():
+      shutil.rmtree(partial, ignore_errors=True)

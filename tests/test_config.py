@@ -130,6 +130,7 @@ REFUSED = [
   ("eval.stride", 513, "expected at most the window 512, got 513"),
   ("seed", -1, "expected an integer in .*got -1"),
   ("sample.length", 0, "expected an integer of at least 1.*, got 0"),
+  ("data.mixture", "a=1", "expected '' unless train.batches = random_windows, got a=1"),
   # Of a component by its name.
   ("train.schedule=cosine min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
   ("train.schedule=constant min_ratio", 0.1, "expected a setting of constant, got an unkn"),

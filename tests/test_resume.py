@@ -27,12 +27,16 @@ def optimizer_with_moments():
   [
     (dict(accumulate_steps=2, batch_size=16), lambda: None),
     (dict(ema_decay=0.6, parameters="sharded"), optimizer_with_moments),
+    pytest.param(dict(batches="random_windows"), lambda: None, marks=pytest.mark.slow),
   ],
-  ids=["accumulated", "average"],
+  ids=["accumulated", "average", "mixture"],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, changes, optimizer):
   config = helpers.small_config(text, **changes)
+  if "batches" in changes:
+    other = helpers.write_text(tmp_path / "other.txt")
+    config.data.path, config.data.mixture = "", f"{text}=3,{other}=1"
   known = dict(model=helpers.bigrams, optimizer=optimizer())
   whole, scores = dpjax.train(config, tmp_path / "whole", **known)
   told = []
@@ -48,6 +52,10 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   losses = (tmp_path / "parts/losses.f32").read_bytes()
   assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
   assert helpers.medians(tmp_path / "parts") == helpers.medians(tmp_path / "whole")
+  if "batches" in changes:
+    config.data.mixture = config.data.mixture.replace("3", "2")
+    with pytest.raises(dpjax.UserError, match="workdir: .*data.mixture: .* there"):
+      dpjax.train(config, tmp_path / "parts", **known)
   # No report is missed, and none comes twice.
   assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 

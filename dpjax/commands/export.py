@@ -1,6 +1,6 @@
 """Exports a trained run as a small folder for others to load: dpjax export RUN OUT.
 
-`dpjax.run.export` describes the folder.
+OUT may be hf://OWNER/NAME, at the Hugging Face Hub. `dpjax.run.export` describes the folder.
 """
 
 import argparse
@@ -8,23 +8,33 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpjax import hub
 from dpjax.commands import flags as command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
-  about = "A trained run as a small folder that others load."
+  about = "A trained run as a small folder, or a model at the Hugging Face Hub, that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
   parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
-  parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help="a new folder")
+  about = "a new folder, or hf://OWNER/NAME"
+  parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help=about)
   about = "checkpoint to export; default: the best by validation"
   parser.add_argument("--step", type=int, help=about)
   parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+  about = "the Hub's name of the model's licence, such as cc-by-4.0, for the model card"
+  parser.add_argument("--license", default="", help=about)
+  about = "make a private model at the Hub, for which HF_TOKEN or `hf auth login` gives the token"
+  parser.add_argument("--private", action="store_true", help=about)
   with command_line.parsed(parser, arguments) as given:
     from dpjax import run as run_lib
     from dpjax.run import workdir
 
     command_line.check_platform()
-    run_lib.load(given.run, given.step).save(given.out, dtype=given.dtype)
+    about = dict(dtype=given.dtype, license=given.license, private=given.private)
+    run_lib.load(given.run, given.step).save(given.out, **about)
+    if hub.is_address(given.out):
+      print(f"{given.out}: uploaded")
+      return
     size = (Path(given.out) / workdir.PARAMETERS).stat().st_size
     print(f"{given.out}: {size / 2**20:,.1f} MiB")

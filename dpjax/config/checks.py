@@ -53,6 +53,9 @@ def check(config: ConfigDict) -> None:
   window, stride = config.eval.window or longest, config.eval.stride
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
   _check_data(config.data)
+  mixture, is_valid = config.data.mixture, config.train.batches == "random_windows"
+  expected = "'' unless train.batches = random_windows"
+  _expect(is_valid or not mixture, "data.mixture", expected, mixture)
   most = config.eval.max_tokens
   is_isolated = config.data.documents == "isolated"
   _expect(not (is_isolated and most), "eval.max_tokens", "0 with data.documents = isolated", most)

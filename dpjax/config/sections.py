@@ -153,7 +153,11 @@ def default() -> ConfigDict:
   config.model = default_model()
 
   data = config.data = ConfigDict()
-  data.name = "python_manual"  # a corpus by its name: `dpjax data list`
+  # A corpus by its name: `dpjax data list`, hf:OWNER/NAME of the Hugging Face Hub, or tfds:NAME.
+  data.name = "python_manual"
+  # Several corpora: SOURCE=WEIGHT,SOURCE=WEIGHT, with names and paths; wins over data.path. Each
+  # has its share of the rows; with train.batches = random_windows.
+  data.mixture = ""
   data.language = ""  # of a corpus that has several, or of the text for data.clean
   data.data_dir = "data"  # the folder of downloads, texts and tokens, shared by all runs
   data.manual_dir = ""  # the folder of files downloaded by hand; "": data_dir/manual
@@ -161,11 +165,12 @@ def default() -> ConfigDict:
   # without data.documents = isolated.
   data.clean = False
   data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
-  # A text file, .jsonl, a folder with train/valid/test.txt, or of documents; wins over data.name.
+  # A text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, or of
+  # documents; wins over data.name.
   data.path = ""
   # "joined": one stream of all; "isolated": no document sees another, in training or evaluation.
   data.documents = "joined"
-  data.text_field = "text"  # the name of the text in a .jsonl, which has a document a line
+  data.text_field = "text"  # the text in a .jsonl or .parquet, which has a document a line or row
   data.separator = ""  # the line between two documents of a .txt
   data.split_fractions = (0.9, 0.05, 0.05)  # of a single file: train, valid, test
   # One of characters, bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram.

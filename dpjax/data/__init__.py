@@ -11,6 +11,7 @@ if TYPE_CHECKING:
   from dpjax.data.batches import ShuffledWindows as ShuffledWindows
   from dpjax.data.catalog import register_corpus as register_corpus
   from dpjax.data.corpus import Corpus as Corpus
+  from dpjax.data.mixture import MixedWindows as MixedWindows
   from dpjax.data.sources import Source as Source
   from dpjax.data.text import load_corpus as load_corpus
   from dpjax.data.tokens import Tokens as Tokens

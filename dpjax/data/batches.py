@@ -197,11 +197,7 @@ class RandomWindows(_Windows):
 
   def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     draws = step * self.batch_size + np.arange(self.batch_size)[rows]
-    epochs, places = np.divmod(draws, self._num_windows)
-    offsets = np.empty_like(places)
-    for epoch in np.unique(epochs):
-      is_here = epochs == epoch
-      offsets[is_here] = _permute(places[is_here], self._num_windows, (self._seed, int(epoch)))
+    offsets = draw(draws, self._num_windows, self._seed)
     return offsets[:, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
@@ -352,6 +348,16 @@ class EvaluationWindows(EvaluationDocuments):
     batch = super().batch(index, rows)
     del batch["is_start"]
     return batch
+
+
+def draw(draws: np.ndarray, num_windows: int, *seeds: int) -> np.ndarray:
+  """The offsets of draws of windows, each of which comes once an epoch."""
+  epochs, places = np.divmod(draws, num_windows)
+  offsets = np.empty_like(places)
+  for epoch in np.unique(epochs):
+    here = epochs == epoch
+    offsets[here] = _permute(places[here], num_windows, (*seeds, int(epoch)))
+  return offsets
 
 
 def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:

@@ -12,6 +12,7 @@ from dpjax.data.sources import (
   Source,
   cc100,
   childrens_books,
+  hub,
   lm1b,
   openwebtext,
   penn_treebank,
@@ -64,18 +65,29 @@ def register_corpus(name: str, source: Source) -> None:
 
 
 def find(name: str, language: str = "") -> Source:
-  """The corpus of a registered name, or of tfds:NAME; a `UserError` for an unknown language too."""
+  """The corpus of a registered name, of hf:NAME or of tfds:NAME.
+
+  A `UserError` for an unknown name, or an unknown language of a corpus that has several.
+  """
   if name.startswith(tfds.PREFIX):
     return tfds.source(name)
+  if name.startswith(hub.PREFIX):
+    return hub.source(name)
   if name not in ENTRIES:
-    others = "tfds:NAME of TensorFlow Datasets (or a data.path)"
-    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, others), name)
+    others = ("hf:OWNER/NAME of the Hugging Face Hub", "tfds:NAME of TensorFlow Datasets")
+    raise unknown("data.name", (PYTHON_MANUAL, *ENTRIES, *others, "or a data.path"), name)
   entry = ENTRIES[name]
   if entry.languages and language not in entry.languages:
     raise UserError(
       f"data.language: expected one of {', '.join(entry.languages)} for {name}, got {language!r}"
     )
   return entry
+
+
+def is_name(source: str) -> bool:
+  """Whether a source of a mixture is a corpus by its name; others are paths."""
+  prefixes = (hub.PREFIX, tfds.PREFIX)
+  return source == PYTHON_MANUAL or source in ENTRIES or source.startswith(prefixes)
 
 
 def open_named(

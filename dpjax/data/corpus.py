@@ -4,8 +4,9 @@
   documents with a line between them, or with titles        Marked
   a JSON object on each line                                JsonLines
   a file for each document                                  FileDocuments
+  the texts of several sources                              Mixed
 
-The last three know where their documents begin; the last two add missing line ends to them.
+The middle three know where their documents begin; the last two of them add missing line ends.
 """
 
 import abc
@@ -85,6 +86,7 @@ class Chunks:
       end = self._cut(begin)
       try:
         yield self.content[begin:end].decode()
+        unmap(self.content, begin, end)
       except UnicodeDecodeError as error:
         raise UserError(
           f"data.path: expected UTF-8 text, got byte {error.object[error.start]:#04x} at offset "
@@ -167,7 +169,11 @@ class JsonLines(Documents):
   def documents(self) -> Iterator[Iterable[str]]:
     """See `Documents`."""
     content, begin, last = self.lines.content, self.lines.begin, self.lines.end
+    kept = begin
     while begin < last:
+      if begin - kept >= CHUNK_BYTES:
+        unmap(content, kept, begin)
+        kept = begin
       end = content.find(b"\n", begin, last) + 1 or last
       if line := content[begin:end].strip():
         try:
@@ -196,6 +202,26 @@ class FileDocuments(Documents):
     """See `Documents`; drops byte-order marks."""
     for path in self.paths:
       yield from _document(reading.read_text(path), str(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+  """The texts of the sources of a mixture, in order."""
+
+  texts: Sequence[Text]
+
+  def __len__(self) -> int:
+    return sum(map(len, self.texts))
+
+  def __iter__(self) -> Iterator[str]:
+    return itertools.chain.from_iterable(self.texts)
+
+
+def unmap(content: Any, begin: int, end: int) -> None:
+  """Removes what was read of a mapped file from the process's memory, where a system can."""
+  if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+    begin -= begin % mmap.PAGESIZE
+    content.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _document(text: str, source: str) -> Iterator[Iterable[str]]:
@@ -229,6 +255,39 @@ def open_text(path: Path) -> Chunks:
     raise UserError(f"data.path: expected a text, got the empty file {path}")
   with path.open("rb") as file:
     return Chunks.whole(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), str(path))
+
+
+def cut_splits(
+  content: Any, fractions: Sequence[float], source: str, *, whole_lines: bool = False
+) -> dict[str, Chunks]:
+  """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
+
+  `whole_lines` cuts only at line ends. Raises a `UserError` for a text that is too short.
+  """
+  size = len(content)
+  valid, test = (int(size * fraction) for fraction in fractions[1:])
+  if whole_lines:
+    second = content.rfind(b"\n", 0, size - test) + 1
+    first = content.rfind(b"\n", 0, max(0, min(size - valid - test, second - 1))) + 1
+    first = first if valid else second
+  else:
+    first = _line_end(content, 0, size - valid - test)
+    second = _line_end(content, first, size - test) if valid else first
+  second = second if test else size
+  places = Chunks.whole(content, source).begin, first, second, size
+  texts = [Chunks(content, begin, end, source) for begin, end in itertools.pairwise(places)]
+  shares = (1, *fractions[1:])
+  if any(x.begin >= x.end and share for x, share in zip(texts, shares, strict=True)):
+    raise UserError(
+      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
+    )
+  return dict(zip(SPLITS, texts, strict=True))
+
+
+def _line_end(content: Any, begin: int, end: int) -> int:
+  """The last line end in the second half of begin .. end, or `end` if there is none."""
+  line_end = content.rfind(b"\n", (begin + end) // 2, end) + 1
+  return line_end or character_begin(content, end)
 
 
 def build_texts(

@@ -3,23 +3,27 @@
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from dpjax import files
 from dpjax.data import corpus
-from dpjax.data.corpus import Documents, Text
+from dpjax.data.corpus import Documents, Mixed, Text
 from dpjax.errors import UserError
 from dpjax.text.tokens import Tokenizer
 from dpjax.text.unigram import whole_words
 
 LARGE_BYTES = 2**25  # from here on a bar is shown
+KEEP_BYTES = 2**26  # of text, after which what is encoded is kept for a process that goes on
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -110,46 +114,100 @@ class Encoder:
       yield group
 
 
-def encode_text(text: Text, encoder: Encoder, folder: Path, split: str) -> dict:
-  """Encodes a text into files of `dpjax.data.tokens`.
+class Progress:
+  """What of a corpus is encoded in an unfinished folder, so that a later process can continue.
 
-  Returns "tokens", the counts of `count_text` and, for `Documents`, "documents", which does not
-  count those without tokens.
+  Its file has the corpus and, for each split that was begun, how far `encode_text` came.
   """
-  counter, tokens, num_documents, is_begun = Counter(), 0, 0, False
-  has_documents = isinstance(text, Documents)
+
+  def __init__(self, folder: Path, inputs: Mapping[str, Any]):
+    """Opens that of the same corpus, or empties the folder."""
+    self._path, self._inputs = folder / files.PROGRESS, inputs
+    found, self.splits = files.read_json(self._path), {}
+    if found.get("inputs") == inputs:
+      self.splits = found["splits"]
+      return
+    for path in folder.iterdir():
+      path.unlink()
+
+  def keep(self, split: str, state: dict) -> None:
+    """Writes how far a split is encoded, once that is on the disk."""
+    self.splits[split] = copy.deepcopy(state)
+    files.write_json(self._path, {"inputs": self._inputs, "splits": self.splits})
+
+
+def encode_text(
+  text: Text, encoder: Encoder, folder: Path, split: str, progress: Progress | None = None
+) -> dict:
+  """Encodes a text into files of `dpjax.data.tokens`, or the rest of it after `progress`.
+
+  Returns "tokens", the counts of `count_text`; for `Documents`, "documents", which does not count
+  those without tokens; and for `Mixed`, "sources", the tokens of each.
+  """
+  texts = text.texts if isinstance(text, Mixed) else [text]
+  has_documents = all(isinstance(x, Documents) for x in texts)
   has_boundaries = encoder.segment is not None
   # Boundaries of words cache what they find, which is not safe in several threads.
   num_threads = 1 if has_boundaries else max(2, os.cpu_count() or 1)
+  suffixes = ["", *[".boundaries"] * has_boundaries, *[".documents"] * has_documents]
+  paths = [folder / f"{split}{x}.bin" for x in suffixes]
+  hidden, about = len(text) < LARGE_BYTES, f"encoding {split}"
+  bar = tqdm(total=len(text), desc=about, unit="B", unit_scale=True, disable=hidden)
 
-  def encode(group: list[tuple[str, bool]]) -> list[list[np.ndarray]]:
-    return [encoder(part) for part, _ in group]
+  def groups() -> Iterator[tuple[int, list[tuple[str, bool]]]]:
+    return ((i, group) for i, x in enumerate(texts) for group in encoder.groups(x))
+
+  def encode(numbered: tuple[int, list[tuple[str, bool]]]) -> list[list[np.ndarray]]:
+    return [encoder(part) for part, _ in numbered[1]]
 
   with contextlib.ExitStack() as stack:
-    suffixes = ["", *[".boundaries"] * has_boundaries, *[".documents"] * has_documents]
-    opened = [stack.enter_context((folder / f"{split}{x}.bin").open("wb")) for x in suffixes]
-    hidden, about = len(text) < LARGE_BYTES, f"encoding {split}"
-    bar = tqdm(total=len(text), desc=about, unit="B", unit_scale=True, disable=hidden)
     stack.enter_context(bar)
-    for group, encoded in map_in_order(encode, encoder.groups(text), num_threads):
+    opened = [stack.enter_context(path.open("ab")) for path in paths]
+    state: dict[str, Any] = {"groups": 0, "documents": 0, "is_begun": False}
+    state |= {"sources": [0] * len(texts), "sizes": [0] * len(paths)}
+    kept = progress.splits.get(split, state) if progress else state
+    counter, rest = Counter(), groups()
+    for _, group in itertools.islice(rest, kept["groups"]):
+      bar.update(sum(counter.add(part) for part, _ in group))
+    sizes = [os.fstat(file.fileno()).st_size for file in opened]
+    is_whole = all(size >= x for size, x in zip(sizes, kept["sizes"], strict=True))
+    if kept["groups"] and is_whole and counter.result() == kept["counts"]:
+      state = copy.deepcopy(kept)
+    else:  # None is kept, or its text has changed.
+      counter, rest = Counter(), groups()
+    for file, size in zip(opened, state["sizes"], strict=True):
+      file.truncate(size)
+    unkept = 0
+    for (number, group), encoded in map_in_order(encode, rest, num_threads):
       begins = []
       for (part, is_first), arrays in zip(group, encoded, strict=True):
-        bar.update(counter.add(part))
-        is_begun |= is_first
-        if is_begun and len(arrays[0]):
-          begins.append(tokens)
-          is_begun = False
-        tokens += len(arrays[0])
-      num_documents += len(begins)
+        unkept += (size := counter.add(part))
+        bar.update(size)
+        state["is_begun"] |= is_first
+        if state["is_begun"] and len(arrays[0]):
+          begins.append(sum(state["sources"]))
+          state["is_begun"] = False
+        state["sources"][number] += len(arrays[0])
+      state["groups"] += 1
+      state["documents"] += len(begins)
       columns = [np.concatenate(column) for column in zip(*encoded, strict=True)]
       columns += [np.array(begins, np.int64)] * has_documents
-      for file, column in zip(opened, columns, strict=True):
-        column.tofile(file)
-    for file in opened:
-      file.flush()
-      os.fsync(file.fileno())
-  counts = {"tokens": tokens, **counter.result()}
-  return counts | ({"documents": num_documents} if has_documents else {})
+      for i, (file, column) in enumerate(zip(opened, columns, strict=True)):
+        state["sizes"][i] += file.write(column.data)
+      if progress and unkept >= KEEP_BYTES:
+        _sync(opened)
+        progress.keep(split, state | {"counts": counter.result()})
+        unkept = 0
+    _sync(opened)
+  counts = {"tokens": sum(state["sources"]), **counter.result()}
+  counts |= {"documents": state["documents"]} if has_documents else {}
+  return counts | ({"sources": state["sources"]} if isinstance(text, Mixed) else {})
+
+
+def _sync(opened: Iterable[Any]) -> None:
+  for file in opened:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def map_in_order(

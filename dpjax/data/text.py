@@ -5,9 +5,11 @@ Named, compressed, cleaned and shortened texts are written once, in data_dir/tex
 
 import bisect
 import functools
+import glob
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from dpjax.data.corpus import (
   FileDocuments,
   JsonLines,
   Marked,
+  Mixed,
   Text,
   build_texts,
-  character_begin,
+  cut_splits,
   line_pattern,
   open_text,
 )
+from dpjax.data.mixture import parse
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
 
@@ -46,6 +50,7 @@ def load_corpus(
   documents: str = "joined",
   text_field: str = "text",
   separator: str = "",
+  mixture: str = "",
 ) -> Corpus:
   """Opens a text, which is read only when needed, unless it must be downloaded or cleaned first.
 
@@ -53,10 +58,11 @@ def load_corpus(
     name: without a path: "python_manual", the language manual that comes with Python, or a
       name of `dpjax.data.catalog`.
     path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; or .jsonl, a
-      document on each line; or a folder with train.txt, valid.txt (or validation.txt) and
-      test.txt, or .jsonl. In a folder without these, each .txt file is a document, also in
-      subfolders; they are cut into the splits in the order of their paths, or taken from
-      subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2).
+      document on each line; or .parquet, a document in each row; or several such files, one after
+      the other, by a pattern with *; or a folder with train.txt, valid.txt (or validation.txt)
+      and test.txt, or .jsonl, or .parquet. In a folder without these, each .txt file is a
+      document, also in subfolders; they are cut into the splits in the order of their paths, or
+      taken from subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
     split_fractions: the shares of a single text, in bytes; train takes the rounding error.
     language: "en", "fi", ..., for a corpus in several languages, and for `clean`.
     clean: whether to apply `dpjax.text.cleaning.clean`.
@@ -65,13 +71,18 @@ def load_corpus(
     data_dir: the folder for named and cleaned texts.
     manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
     documents: "isolated" makes each split `dpjax.data.corpus.Documents`, of the same text.
-    text_field: the field of the text in .jsonl.
+    text_field: the field of the text in .jsonl, or its column in .parquet.
     separator: the line between two documents in .txt.
+    mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
+      `dpjax.data.corpus.Mixed`, and the other arguments are those of each source.
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
       or not readable, an unknown name or language, or a failed download.
   """
+  if mixture:
+    each = {key: x for key, x in locals().items() if key not in ("name", "path", "mixture")}
+    return _mixed(mixture, **each)
   marks, texts = "", Path(data_dir, "texts")
   if path:
     corpus = _open_path(Path(path), split_fractions, text_field, texts)
@@ -91,13 +102,16 @@ def load_corpus(
     is_head = all(0 < x <= most for x, most in zip(max_characters, entry.head, strict=False))
     corpus = catalog.open_named(name, language, data_dir, manual_dir, is_head=is_head)
     if not (set(corpus.splits) == {"train"} and all(max_characters)):
-      corpus = _cut_missing(corpus, split_fractions)
+      corpus = _cut_missing(corpus, split_fractions, whole_lines=entry.has_json_lines)
+    if entry.has_json_lines:
+      lines: Any = corpus.splits
+      splits = {split: JsonLines(text, "text") for split, text in lines.items()}
+      corpus = Corpus(corpus.name, splits, corpus.about)
     marks = entry.documents
   has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
   if text_field != "text" and not any(isinstance(x, JsonLines) for x in corpus.splits.values()):
-    raise UserError(
-      f"data.text_field: expected 'text' unless data.path is of .jsonl, got {text_field!r}"
-    )
+    expected = "expected 'text' unless data.path is of .jsonl or .parquet"
+    raise UserError(f"data.text_field: {expected}, got {text_field!r}")
   if separator and (not path or has_own):
     raise UserError(
       "data.separator: expected '' unless data.path is of .txt files with several documents, got "
@@ -111,6 +125,21 @@ def load_corpus(
   if clean or any(max_characters):
     corpus = _cleaned(corpus, language if clean else "", max_characters, texts)
   return _with_documents(corpus, "" if clean else marks) if documents == "isolated" else corpus
+
+
+def _mixed(mixture: str, **settings: Any) -> Corpus:
+  """The corpus of the sources of a mixture."""
+  corpora = []
+  for source in parse(mixture):
+    place = {"name": source} if catalog.is_name(source) else {"path": os.path.expanduser(source)}
+    try:
+      corpora.append(load_corpus(**place, **settings))
+    except UserError as error:
+      expected = "expected sources that can be opened"
+      raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
+  splits = {split: Mixed([corpus.splits[split] for corpus in corpora]) for split in SPLITS}
+  about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
+  return Corpus("+".join(corpus.name for corpus in corpora)[:80], splits, about)
 
 
 def _with_documents(corpus: Corpus, marks: str) -> Corpus:
@@ -139,19 +168,39 @@ def _open_path(path: Path, fractions: Sequence[float], field: str, texts: Path) 
   try:
     if path.is_dir():
       return _open_folder(path, fractions, field, texts)
-    text = _open_file(path, field, texts)
-    name = Path(path.stem).stem if path.suffix in reading.OPENERS else path.stem
-    about: dict[str, Any] = {"files": [_identity(path)], "split_fractions": list(fractions)}
+    files = _matching(path)
+    text, name = _open_files(files, field, texts), _name(files)
+    identity: list[Any] = [*map(_identity, files)]
+    identity = identity if len(files) == 1 else [_digest(identity)]
+    about: dict[str, Any] = {"files": identity, "split_fractions": list(fractions)}
     if isinstance(text, Chunks):
       return Corpus(name, cut_splits(text.content, fractions, str(path)), about)
     lines = cut_splits(text.lines.content, fractions, str(path), whole_lines=True)
     about["text_field"] = field
-    return Corpus(name, {split: JsonLines(part, field) for split, part in lines.items()}, about)
+    return Corpus(name, {x: JsonLines(part, text.field) for x, part in lines.items()}, about)
   except OSError as error:
     raise UserError(
       f"data.path: expected a readable text file or folder, got "
       f"{error.filename or path} ({error.strerror})"
     ) from error
+
+
+def _matching(path: Path) -> list[Path]:
+  """The file of a path, or those of a pattern, in the order of their names."""
+  if path.exists() or not glob.has_magic(str(path)):
+    return [path]
+  found = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
+  if not found:
+    raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
+  return found
+
+
+def _name(files: Sequence[Path]) -> str:
+  """The name of a corpus: that of its file, or of the folder of several."""
+  first = files[0]
+  if len(files) > 1:
+    return first.resolve().parent.name
+  return Path(first.stem).stem if first.suffix in reading.OPENERS else first.stem
 
 
 def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path) -> Corpus:
@@ -166,11 +215,11 @@ def _open_folder(path: Path, fractions: Sequence[float], field: str, texts: Path
     if file is None:
       names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
       raise UserError(
-        f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl, packed, or a "
-        f"folder of documents, got {path} without"
+        f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl or .parquet, "
+        f"packed, or a folder of documents, got {path} without"
       )
     if file.suffix:
-      splits[split] = _open_file(file, field, texts)
+      splits[split] = _open_files([file], field, texts)
       about["files"].append(_identity(file))
       about |= {"text_field": field} if isinstance(splits[split], JsonLines) else {}
     else:
@@ -186,7 +235,8 @@ def _find_split(folder: Path, split: str) -> Path | None:
   """The file of a split, or the folder of its documents."""
   stems = (split, "validation") if split == "valid" else (split,)
   folders = (folder / stem for stem in stems if (folder / stem).is_dir())
-  return reading.find_split(folder, split, (".txt", ".jsonl")) or next(folders, None)
+  kinds = (".txt", ".jsonl", ".parquet")
+  return reading.find_split(folder, split, kinds) or next(folders, None)
 
 
 def _text_files(folder: Path) -> list[Path]:
@@ -208,16 +258,41 @@ def _cut_files(files: Sequence[Path], fractions: Sequence[float], source: Path) 
   return {split: FileDocuments(part) for split, part in zip(SPLITS, parts, strict=True)}
 
 
-def _open_file(path: Path, field: str, texts: Path) -> Chunks | JsonLines:
-  """The text of a file; a compressed one is decompressed once."""
-  plain, text = path, None
-  if path.suffix and path.suffix in reading.OPENERS and path.is_file():
-    plain, identity = Path(path.stem), _identity(path)
-    folder = texts / f"{plain.stem}_{_digest([identity])[:8]}"
-    pieces = functools.partial(reading.text_files, {"train": path})
-    text = build_texts(folder, {"unpacked": identity}, pieces)[0]["train"]
+def _open_files(paths: Sequence[Path], field: str, texts: Path) -> Chunks | JsonLines:
+  """The text of files; that of several, or of one that is not plain text, is written once."""
+  path, kinds = paths[0], {_kind(path) for path in paths}
+  if len(kinds) > 1:
+    raise UserError(f"data.path: expected files of one kind, got {', '.join(sorted(kinds))}")
+  is_read = ".parquet" in kinds or len(paths) > 1 and ".jsonl" in kinds
+  is_packed = path.suffix != "" and path.suffix in reading.OPENERS
+  text = None
+  if path.is_file() and (is_read or is_packed or len(paths) > 1):
+    ids: Any = [*map(_identity, paths)]
+    inputs = {"unpacked": ids[0] if len(ids) == 1 else _digest(ids)}
+    if is_read:
+      inputs["field"] = field
+    name = Path(path.stem).stem if len(paths) == 1 else _name(paths)
+    folder = texts / f"{name}_{_digest([*ids, field] if is_read else ids)[:8]}"
+    read = functools.partial(_records, field) if is_read else reading.text_file
+
+    def pieces() -> Iterator[tuple[str, str]]:
+      return (("train", piece) for file in paths for piece in read(file))
+
+    text = build_texts(folder, inputs, pieces)[0]["train"]
   text = text or open_text(path)
-  return JsonLines(text, field) if plain.suffix == ".jsonl" else text
+  if kinds & {".jsonl", ".parquet"}:
+    return JsonLines(text, "text" if is_read else field)
+  return text
+
+
+def _kind(path: Path) -> str:
+  """The ending that says what a file holds, without that of its packing."""
+  plain = Path(path.stem) if path.suffix in reading.OPENERS else path
+  return plain.suffix if plain.suffix in (".jsonl", ".parquet") else ".txt"
+
+
+def _records(field: str, path: Path) -> Iterator[str]:
+  return map(reading.json_line, reading.texts(path, [field]))
 
 
 def _digest(value: Any) -> str:
@@ -230,45 +305,13 @@ def _identity(path: Path) -> list:
   return [str(path.resolve()), found.st_size, found.st_mtime_ns]
 
 
-def cut_splits(
-  content: Any, fractions: Sequence[float], source: str, *, whole_lines: bool = False
-) -> dict[str, Chunks]:
-  """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
-
-  `whole_lines` cuts only at line ends. Raises a `UserError` for a text that is too short.
-  """
-  size = len(content)
-  valid, test = (int(size * fraction) for fraction in fractions[1:])
-  if whole_lines:
-    second = content.rfind(b"\n", 0, size - test) + 1
-    first = content.rfind(b"\n", 0, max(0, min(size - valid - test, second - 1))) + 1
-  else:
-    first = _line_end(content, 0, size - valid - test)
-    second = _line_end(content, first, size - test) if valid else first
-  second = second if test else size
-  places = Chunks.whole(content, source).begin, first, second, size
-  texts = [Chunks(content, begin, end, source) for begin, end in itertools.pairwise(places)]
-  shares = (1, *fractions[1:])
-  if any(x.begin >= x.end and share for x, share in zip(texts, shares, strict=True)):
-    raise UserError(
-      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
-    )
-  return dict(zip(SPLITS, texts, strict=True))
-
-
-def _line_end(content: Any, begin: int, end: int) -> int:
-  """The last line end in the second half of begin .. end, or `end` if there is none."""
-  line_end = content.rfind(b"\n", (begin + end) // 2, end) + 1
-  return line_end or character_begin(content, end)
-
-
-def _cut_missing(corpus: Corpus, fractions: Sequence[float]) -> Corpus:
+def _cut_missing(corpus: Corpus, fractions: Sequence[float], *, whole_lines: bool) -> Corpus:
   """The splits of a corpus; missing ones are cut from the end of its train split."""
   if {*SPLITS} <= {*corpus.splits}:
     return corpus
   train: Any = corpus.splits["train"]
   wanted = [0.0 if x in corpus.splits else y for x, y in zip(SPLITS, fractions, strict=True)]
-  splits = {**cut_splits(train.content, wanted, train.source)}
+  splits = {**cut_splits(train.content, wanted, train.source, whole_lines=whole_lines)}
   splits |= {x: text for x, text in corpus.splits.items() if x != "train"}
   return Corpus(corpus.name, splits, {**corpus.about, "split_fractions": list(fractions)})
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from dpjax import files
 from dpjax.data.corpus import SPLITS, Corpus, Text
-from dpjax.data.encoding import Encoder, encode_text
+from dpjax.data.encoding import Encoder, Progress, encode_text
 from dpjax.errors import UserError
 from dpjax.text.tokens import CHARACTER_KINDS, Tokenizer, tokenizer_from_json, train_tokenizer
 
@@ -71,7 +71,8 @@ class Tokens:
     tokenizer: the one that made its tokens.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
-      Words are separated by white space, and each line end counts as a word.
+      Words are separated by white space, and each line end counts as a word. Of a mixture also
+      "sources", the tokens of each source, which follow each other.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
     learned: what their kind learned from the train split, b"" if nothing.
     kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
@@ -137,8 +138,8 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  Opens existing tokens of the same text and settings, and replaces others. A vocabulary is learned
-  from at most 1 GiB, spread over the train split.
+  Opens existing tokens of the same text and settings, and replaces others. Continues what a stopped
+  process began. A vocabulary is learned from at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -180,17 +181,22 @@ def tokenize(
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
   def build(partial: Path) -> dict[str, Any]:
-    given = kind if known is None or settings.get("restrict") else known
-    tokenizer, learned = _learn(corpus, given, boundaries, settings)
-    _write_encoder(partial, tokenizer, learned)
+    progress = Progress(partial, json.loads(json.dumps(inputs)))
+    if progress.splits:
+      tokenizer, learned = _open_encoder(partial, boundaries)
+    else:
+      given = kind if known is None or settings.get("restrict") else known
+      tokenizer, learned = _learn(corpus, given, boundaries, settings)
+      _write_encoder(partial, tokenizer, learned)
     encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
     for split, text in corpus.splits.items():
-      counts[split] = encode_text(text, encoder, partial, split)
+      counts[split] = encode_text(text, encoder, partial, split, progress)
       if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
         where = f"the {split} split of {corpus.name}"
         raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
+    (partial / files.PROGRESS).unlink(missing_ok=True)
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
   files.build_once(folder, inputs, build)

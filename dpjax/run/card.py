@@ -1,14 +1,19 @@
-"""The card of an exported model: scores, how to load it, and its equations as NumPy code."""
+"""The card of an exported model: scores, how to load it, and its equations as NumPy code.
+
+It begins with the metadata by which the Hugging Face Hub finds models.
+"""
 
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpjax import __version__, files
 from dpjax import config as config_lib
+from dpjax.data import mixture
+from dpjax.data.sources import hub
 from dpjax.run import numpy_model
 
 _CARD = """# {name}
@@ -24,7 +29,7 @@ on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tok
 ```python
 import dpjax
 
-run = dpjax.load("{name}")
+run = dpjax.load("{place}")
 run.generate("...", length=100)
 run.score("a text")
 ```
@@ -111,25 +116,68 @@ def describe(
   return _DESCRIPTION.format(model=about, rows=rows)
 
 
-def write(run: Any, name: str, shapes: Mapping, *, is_built: bool = True, **description) -> str:
-  """The card of a run, in Markdown; `is_built`: its model is that of the settings."""
+def write(
+  run: Any,
+  place: str,
+  shapes: Mapping,
+  *,
+  license: str = "",
+  is_built: bool = True,
+  **description: Any,
+) -> str:
+  """The card of a run, in Markdown.
+
+  Args:
+    run: a `Run`.
+    place: where to load it from: a folder, or hf://OWNER/NAME.
+    shapes: those of the parameters, by name.
+    license: the Hub's name of the model's licence; "": none is stated.
+    is_built: whether the model is that of the settings.
+    **description: see `describe`.
+  """
+  name, scores = place.rpartition("/")[2], [*_scores(run)]
+  rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]
   head = _CARD.format(
     name=name,
+    place=place,
     run=run,
     size=sum(math.prod(shape) for shape in shapes.values()),
     version=__version__,
-    scores="\n".join(_scores(run)) or "| - | not scored | |",
+    scores="\n".join(rows) or "| - | not scored | |",
     dtype=description["dtype"],
   )
   model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
-  return head + describe(model, shapes, start_id=start_id, **description)
+  about = describe(model, shapes, start_id=start_id, **description)
+  return _metadata(run, name, license, scores) + head + about
 
 
-def _scores(run: Any) -> list[str]:
-  rows = []
+def _metadata(run: Any, name: str, license: str, scores: Sequence) -> str:
+  """The YAML at the beginning of a card at the Hub."""
+  from huggingface_hub import EvalResult, ModelCardData
+
+  data, task = run.config.data, "text-generation"
+  names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
+  datasets = [hub.parse(name)[0] for name in names if name.startswith(hub.PREFIX)]
+  corpus = datasets[0] if len(names) == 1 and datasets else run.data.name, run.data.name
+  results = [EvalResult(task, *corpus, x, value, dataset_split=y) for y, x, value in scores]
+  about = ModelCardData(
+    library_name="dpjax",
+    pipeline_tag=task,
+    tags=["jax", "flax", *sorted(_components(run.config.model))],
+    license=license or None,
+    language=data.language or None,
+    datasets=datasets or None,
+    metrics=[*dict.fromkeys(score for _, score, _ in scores)] or None,
+    model_name=name,
+    eval_results=results or None,
+  )
+  return f"---\n{about.to_yaml()}\n---\n\n"
+
+
+def _scores(run: Any) -> Iterator[tuple[str, str, float]]:
+  """The split, name and value of each score in a run's folder."""
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
     content = files.read_json(path)
     for name, value in content.get("scores", {}).items():
       if value is not None:
-        rows.append(f"| {content['split']} | {name.replace('_', ' ')} | {value:.4g} |")
-  return rows
+        yield content["split"], name, value

@@ -11,6 +11,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from dpjax import files
+from dpjax import files, hub
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
@@ -32,13 +33,23 @@ from dpjax.training import checkpoints
 DTYPES = ("float32", "bfloat16")
 
 
-def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
-  """Writes a run into a new or empty folder, completely or not at all.
+def save(
+  run: Any,
+  folder: str | Path,
+  dtype: str = "float32",
+  *,
+  license: str = "",
+  private: bool = False,
+) -> None:
+  """Writes a run into a new or empty folder, or commits it to a model, completely or not at all.
 
   Args:
     run: a `Run`.
-    folder: the folder.
+    folder: the folder; or the model at the Hugging Face Hub, "hf://OWNER/NAME" or
+      "hf://OWNER/NAME@BRANCH", which is made if missing.
     dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
+    license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
+    private: whether a model at the Hub is private.
 
   Raises:
     ValueError: the folder is not empty or cannot be written, the run has none, or no such dtype.
@@ -47,7 +58,15 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
-  folder = Path(folder).resolve()
+  if hub.is_address(folder):
+    address, (repository, _) = str(folder), hub.split_address(str(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+      _write(run, Path(scratch), f"{hub.PREFIX}{repository}", dtype, license)
+      hub.upload(Path(scratch), address, workdir_lib.EXPORTED, private=private)
+    return
+  if private:
+    raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
+  folder = Path(os.path.expanduser(folder)).resolve()
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
@@ -55,7 +74,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
   partial = (folder if is_there else folder.parent) / f"{folder.name}.{os.getpid()}.partial"
   try:
     partial.mkdir(parents=True)
-    _write(run, partial, folder.name, dtype)
+    _write(run, partial, folder.name, dtype, license)
     if is_there:
       for path in sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS):
         os.replace(path, folder / path.name)
@@ -67,7 +86,7 @@ def save(run: Any, folder: str | Path, dtype: str = "float32") -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
+def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
   files.write_json(folder / "config.json", workdir_lib.read_config(run.workdir).to_dict())
   if frozen is not None:
@@ -83,7 +102,8 @@ def _write(run: Any, folder: Path, name: str, dtype: str) -> None:
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   shapes = {name: x.shape for name, x in flat.items()}
   is_built = repr(run.model) == repr(built)
-  text = card.write(run, name, shapes, is_built=is_built, frozen=frozen, dtype=dtype)
+  about: Any = dict(is_built=is_built, frozen=frozen, dtype=dtype)
+  text = card.write(run, place, shapes, license=license, **about)
   (folder / "README.md").write_text(text, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)

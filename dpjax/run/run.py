@@ -1,7 +1,6 @@
 """Trained models with their settings and vocabulary."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -222,9 +221,26 @@ class Run:
       matrices.append(np.asarray(ops.dispatch_matrix(g_bthk)[0]))
     return matrices
 
-  def save(self, folder: str | Path, *, dtype: str = "float32") -> None:
-    """Writes a small folder to load elsewhere; see `dpjax.run.export.save`."""
-    export.save(self, os.path.expanduser(folder), dtype)
+  def save(
+    self,
+    folder: str | Path,
+    *,
+    dtype: str = "float32",
+    license: str = "",
+    private: bool = False,
+  ) -> None:
+    """Writes a small folder to load elsewhere, or a model at the Hugging Face Hub.
+
+    Args:
+      folder: a new or empty folder, or "hf://OWNER/NAME" or "hf://OWNER/NAME@BRANCH".
+      dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
+      license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
+      private: whether a model at the Hub is private.
+
+    Raises:
+      ValueError: see `dpjax.run.export.save`.
+    """
+    export.save(self, folder, dtype, license=license, private=private)
 
   @cached_property
   def _generator(self) -> generator.Generator:
@@ -250,7 +266,8 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
   Args:
-    workdir: a folder that `train` or `Run.save` wrote.
+    workdir: a folder that `train` or `Run.save` wrote, or a model at the Hugging Face Hub,
+      "hf://OWNER/NAME" or "hf://OWNER/NAME@REVISION". Reading it runs no code of the folder.
     step: the step of the checkpoint; None is the best by validation, or with a warning the one
       before a damaged one.
     model: the `model` given to `train`, if any.
@@ -259,7 +276,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
     ValueError: there is no run, no such step, or no intact checkpoint of finite numbers.
     OSError: a file cannot be read.
   """
-  workdir = Path(os.path.expanduser(workdir))
+  workdir = workdir_lib.find(workdir)
   config = workdir_lib.read_config(workdir)
   data = tokens_lib.read_data(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)

@@ -11,7 +11,7 @@ from dpjax.data.tokens import Tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
 from dpjax.registry import ConfigDict
-from dpjax.run.workdir import on_first_process
+from dpjax.run.workdir import find, on_first_process
 from dpjax.text.tokens import Tokenizer, load_tokenizer
 
 
@@ -111,7 +111,7 @@ def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | N
   data = config.data
   key = "data.tokenizer_file" if data.tokenizer_file else "train.initial_run"
   source = data.tokenizer_file or config.train.initial_run
-  known = (own or load_tokenizer(source, key)) if source else None
+  known = (own or load_tokenizer(find(source), key)) if source else None
   if known is None:
     if source and not data.tokenizer_file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")

@@ -12,7 +12,7 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax.config import sections
-from dpjax.data import batches
+from dpjax.data import batches, mixture
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
@@ -121,7 +121,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   if workdir_lib.needs_run(config):
     others["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in others.items():
-    if folder and not resumes and not workdir_lib.is_run(Path(folder)):
+    if folder and not resumes and not workdir_lib.is_run(workdir_lib.find(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
   if shared.is_relative_to(own):
@@ -141,12 +141,17 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
   if config.data.documents == "isolated":
     begins: Any = data.documents
     options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
+  options["pad_id"] = build.pad_id(config.model)
+  if config.data.mixture:
+    shares = [*mixture.parse(config.data.mixture).values()]
+    sizes = data.counts["train"]["sources"]
+    return mixture.MixedWindows(split, *size, config.seed, sizes=sizes, shares=shares, **options)
   make = {
     "contiguous": batches.ContiguousRows,
     "random_windows": batches.RandomWindows,
     "shuffled_windows": batches.ShuffledWindows,
   }[settings.batches]
-  return make(split, *size, config.seed, pad_id=build.pad_id(config.model), **options)
+  return make(split, *size, config.seed, **options)
 
 
 def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:

@@ -24,15 +24,32 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax import hub, registry
 from dpjax.config import ConfigDict, reading, sections
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
+# The files of an exported run; the first four are in each.
+_EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
+EXPORTED = (*_EACH, "README.md", "frozen.json", "boundaries.json", "data/unigram.model")
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
+
+
+def find(place: str | Path) -> Path:
+  """The folder of a run, with ~ expanded; that of a model hf://OWNER/NAME[@REVISION] is downloaded.
+
+  A `UserError` if the model cannot be read, or is not of dpjax.
+  """
+  if not hub.is_address(place):
+    return Path(os.path.expanduser(place))
+  folder = hub.download(str(place), EXPORTED)
+  if missing := [name for name in _EACH if not (folder / name).exists()]:
+    expected = "expected a model that dpjax exported"
+    raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
+  return folder
 
 
 @contextlib.contextmanager

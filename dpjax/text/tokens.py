@@ -37,7 +37,10 @@ class Characters(Tokenizer):
   @classmethod
   def train(cls, chunks: Iterable[str]) -> "Characters":
     """Collects the characters of a text."""
-    return cls("".join(sorted(set().union(*map(set, chunks)))))
+    known: set[str] = set()
+    for chunk in chunks:
+      known.update(chunk)
+    return cls("".join(sorted(known)))
 
   def _encode(self, text: str) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -5,6 +5,8 @@ import json
 import lzma
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dpjax.data import catalog
@@ -22,7 +24,15 @@ TEXTS = [
   *("eleven twelve thirteen", "\u4e00\u4e8c\n", "fourteen\n", "a b c d e", "fifteen\n", "x"),
 ]
 WHOLE = [text if text.endswith("\n") else text + "\n" for text in TEXTS]
-PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+def zst(content):
+  """Of two frames, as of a file to which another was appended."""
+  pack = pa.Codec("zstd").compress
+  return b"".join(pack(x, asbytes=True) for x in (content[:40], content[40:]))
+
+
+PACKERS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
 MARK = corpus_lib.BYTE_ORDER_MARK
 
 
@@ -44,7 +54,7 @@ def as_json(texts, field="text"):
   return "\n \n".join(lines).encode()
 
 
-@pytest.fixture(params=[("", MARK), (".gz", b""), (".xz", MARK)], ids=str)
+@pytest.fixture(params=[("", MARK), (".gz", b""), (".xz", MARK), (".zst", MARK)], ids=str)
 def packing(request):
   """An ending, and the function that packs a text for it, some with a byte-order mark."""
   ending, mark = request.param
@@ -68,6 +78,58 @@ def test_json_lines(tmp_path, packing, how):
     (tmp_path / f"{stem}.jsonl{ending}").write_bytes(pack(as_json(TEXTS[i::3])))
   corpus = load_corpus(path=tmp_path, documents=how, data_dir=tmp_path / "data")
   assert all_found(corpus) == {split: WHOLE[i::3] for i, split in enumerate(names)}
+
+
+def write_parquet(path, texts, field="text"):
+  pq.write_table(pa.table({"n": range(len(texts)), field: texts}), path, row_group_size=5)
+
+
+@pytest.mark.parametrize("how", ["joined", "isolated"])
+def test_parquet(tmp_path, how):
+  write_parquet(tmp_path / "texts.parquet", [None, *TEXTS], "body")
+  settings = dict(data_dir=tmp_path / "data", documents=how, split_fractions=(0.5, 0.2, 0.3))
+  corpus = load_corpus(path=tmp_path / "texts.parquet", text_field="body", **settings)
+  assert in_order(all_found(corpus)) == WHOLE and corpus.name == "texts"
+  for i, split in enumerate(SPLITS):
+    write_parquet(tmp_path / f"{split}.parquet", TEXTS[i::3])
+  splits = all_found(load_corpus(path=tmp_path, **settings))
+  assert splits == {split: WHOLE[i::3] for i, split in enumerate(SPLITS)}
+  with pytest.raises(UserError, match="texts.parquet: expected a Parquet .* strings named text,"):
+    load_corpus(path=tmp_path / "texts.parquet", **settings)
+
+
+def test_several_files_by_a_pattern(tmp_path, packing):
+  ending, pack = packing
+  folder = tmp_path / "shards"
+  folder.mkdir()
+  for i in range(3):
+    part = TEXTS[4 * i : 4 * i + 4]
+    (folder / f"{i}.jsonl{ending}").write_bytes(pack(as_json(part, "body")))
+    (folder / f"{i}.txt{ending}").write_bytes(pack("".join(WHOLE[4 * i : 4 * i + 4]).encode()))
+    write_parquet(folder / f"{i}.parquet", part, "body")
+  given = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
+  for kind in (f"jsonl{ending}", "parquet"):
+    for _ in range(2):  # The second time, the text is there.
+      corpus = load_corpus(path=folder / f"*.{kind}", text_field="body", **given)
+      assert in_order(all_found(corpus)) == WHOLE and corpus.name == "shards"
+  joined = load_corpus(path=tmp_path / "**" / f"[0-9].txt{ending}", **given)
+  assert "".join("".join(x) for x in joined.splits.values()).replace("\ufeff", "") == "".join(WHOLE)
+  (folder / f"1.jsonl{ending}").write_bytes(pack(as_json(TEXTS[:1], "body")))
+  corpus = load_corpus(path=folder / f"*.jsonl{ending}", text_field="body", **given)
+  assert in_order(all_found(corpus)) == WHOLE[:4] + WHOLE[:1] + WHOLE[8:]
+  with pytest.raises(UserError, match="^data.path: expected files that match a pattern, got none"):
+    load_corpus(path=folder / "*.csv", **given)
+  with pytest.raises(UserError, match=r"^data.path: expected files of one kind, got .jsonl, .parq"):
+    load_corpus(path=folder / "[0-9].*", **given)
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[:-9], lambda x: x[:30] + b"\xff" * 9 + x[39:]])
+def test_a_damaged_zst_is_named(tmp_path, damage):
+  path = tmp_path / "a.txt.zst"
+  path.write_bytes(damage(zst("".join(WHOLE).encode() * 9)))
+  with pytest.raises(UserError, match="a.txt.zst: expected a text in UTF-8, got "):
+    load_corpus(path=path, data_dir=tmp_path / "data")
+  assert not [*tmp_path.glob("data/texts/*/data.json")]
 
 
 def test_a_folder_of_files(tmp_path, packing):

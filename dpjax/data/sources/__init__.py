@@ -32,6 +32,7 @@ class Source:
       `is_head`, certainly holds; () without such a part.
     version: raise it when the same files give another text.
     documents: how documents begin, see `dpjax.data.corpus.Marked`; "" if unknown.
+    has_json_lines: whether its text is of `reading.json_line`, a document a line.
   """
 
   title: str
@@ -43,6 +44,7 @@ class Source:
   head: tuple[int, ...] = ()
   version: int = 1
   documents: str = ""
+  has_json_lines: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

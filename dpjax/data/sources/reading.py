@@ -1,9 +1,11 @@
-"""Streams text out of archives and Parquet files, without unpacking them to disk."""
+"""Streams text out of archives, Parquet files and JSON lines, without unpacking them to disk."""
 
 import bz2
 import codecs
 import fnmatch
 import gzip
+import io
+import json
 import lzma
 import re
 import tarfile
@@ -11,13 +13,28 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dpjax.data.sources import File, Files
 from dpjax.errors import UserError
 
 PIECE = 2**20  # bytes
-OPENERS = {"": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+
+
+def _open_zst(path: Path, mode: str) -> io.BufferedReader:
+  import pyarrow as pa
+
+  raw: Any = pa.CompressedInputStream(pa.OSFile(str(path), mode), "zstd")
+  return io.BufferedReader(raw)
+
+
+OPENERS = {
+  "": open,
+  ".xz": lzma.open,
+  ".gz": gzip.open,
+  ".bz2": bz2.open,
+  ".zst": _open_zst,
+}
 _ARCHIVE_ERRORS = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error)
 _DAMAGES = (*_ARCHIVE_ERRORS, EOFError, KeyError, UnicodeDecodeError, OSError)
 
@@ -131,21 +148,60 @@ def tar_members(path: Path, wanted: Mapping[str, tuple[str, int]]) -> Iterator[t
       raise UserError(f"{path}: expected {expected} members {pattern}, got {expected - count}")
 
 
-def parquet_texts(path: Path) -> Iterator[str]:
-  """The column `text` of a Parquet file, row by row; a `UserError` for a file without it."""
+def texts(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
+  """The texts of a Parquet file, or of JSON objects, one a line, plain or compressed.
+
+  They are the strings in the first of the columns that a file or an object has; without a value,
+  "". A `UserError` for a damaged file or one without the column.
+  """
+  path = Path(path)
+  if path.suffix == ".parquet":
+    return parquet_texts(path, columns)
+  return _json_texts(path, columns)
+
+
+def json_line(text: str) -> str:
+  """A text as a JSON object with the field `text`, in a line."""
+  return json.dumps({"text": text}, ensure_ascii=False) + "\n"
+
+
+def _json_texts(path: Path, columns: Sequence[str]) -> Iterator[str]:
+  try:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+      for number, line in enumerate(file, 1):
+        if line := line.strip():
+          record = json.loads(line)
+          if not isinstance(record, dict):
+            raise TypeError(f"line {number} of the type {type(record).__name__}")
+          column = next((name for name in columns if name in record), columns[0])
+          text = record[column]
+          if text is not None and not isinstance(text, str):
+            raise TypeError(f"{column} in line {number} of the type {type(text).__name__}")
+          (text or "").encode()  # half a pair of surrogates is no text
+          yield text or ""
+  except (*_DAMAGES, ValueError, TypeError, RecursionError) as error:
+    names = " or ".join(map(repr, columns))
+    raise damage(path, f"a JSON object with a string {names} on each line", error) from error
+
+
+def parquet_texts(path: Path, columns: Sequence[str] = ("text",)) -> Iterator[str]:
+  """The texts of a Parquet file, row by row; see `texts`."""
   import pyarrow as pa
   import pyarrow.parquet as pq
 
   try:
-    with pq.ParquetFile(path) as file:
-      kind = file.schema_arrow.field("text").type
+    # With a buffer, a large group of rows is read a page at a time.
+    with pq.ParquetFile(path, buffer_size=PIECE) as file:
+      column = next((name for name in columns if name in file.schema_arrow.names), columns[0])
+      kind = file.schema_arrow.field(column).type
       if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise TypeError(f"text of the type {kind}")
+        raise TypeError(f"{column} of the type {kind}")
       for i in range(file.num_row_groups):  # all at once, it keeps what it has read
-        for batch in file.iter_batches(64, row_groups=[i], columns=["text"]):
+        for batch in file.iter_batches(64, row_groups=[i], columns=[column]):
           yield from (text or "" for text in batch.column(0).to_pylist())
   except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
-    raise damage(path, "a Parquet file with a column of strings named text", error) from error
+    names = " or ".join(columns)
+    raise damage(path, f"a Parquet file with a column of strings named {names}", error) from error
 
 
 def hub_parquet(

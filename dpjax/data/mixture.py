@@ -1,0 +1,128 @@
+"""Mixtures: batches of several sources, each with its share of the rows."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dpjax.data.batches import RandomWindows, draw
+from dpjax.errors import UserError
+
+_BITS = 32  # of the fractions that choose the source of a row
+
+
+def parse(mixture: str) -> dict[str, float]:
+  """The sources of `data.mixture` and their shares of the rows, which have the sum 1.
+
+    "my.txt=3, wikitext103=1"  ->  {"my.txt": 0.75, "wikitext103": 0.25}
+
+  Raises:
+    UserError: it has another form, or names a source twice.
+  """
+  weights: dict[str, float] = {}
+  for part in filter(None, map(str.strip, mixture.split(","))):
+    source, _, number = part.rpartition("=")
+    try:
+      weight = float(number)
+    except ValueError:
+      weight = math.nan
+    if not source or not 0 < weight < math.inf or source in weights:
+      expected = "expected SOURCE=WEIGHT,SOURCE=WEIGHT, with each path or name once, and numbers"
+      raise UserError(f"data.mixture: {expected} above 0, got {mixture}")
+    weights[source] = weight
+  return {source: weight / sum(weights.values()) for source, weight in weights.items()}
+
+
+class MixedWindows(RandomWindows):
+  """Training batches of windows at any offset of several sources, each with its share of the rows.
+
+  Row r of the run, in batch r // B, is of source s where v(r) falls between the sums of the shares
+  before s and up to s. The sequence v has the bits of r mirrored at the binary point, and some of
+  them, by the seed, turned over. So of any first n rows a source has its share of n, up to a few
+  rows. For the shares 3/4 and 1/4, with no bit turned over:
+
+    rows 0 1 2 3 4 5 6 7, v = 0 1/2 1/4 3/4 1/8 5/8 3/8 7/8  ->  sources 0 0 0 1 0 0 0 1
+
+  The k-th row of a source is draw k of its `RandomWindows`, whose order depends on seed, source and
+  epoch; steps_per_epoch = ceil(sum of all sources' windows / B).
+
+  Source: van der Corput 1935; of 2**k rows from a multiple of 2**k on, each of the 2**k intervals
+  of length 2**-k has one.
+  """
+
+  def __init__(
+    self,
+    tokens: np.ndarray,
+    batch_size: int,
+    window: int,
+    seed: int = 0,
+    *,
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    **options: Any,
+  ):
+    """Takes the stream of all sources, one after the other.
+
+    Args:
+      tokens: ids [N] of any integer type.
+      batch_size: B.
+      window: T.
+      seed: see `RandomWindows`.
+      sizes: the number of tokens of each source, with the sum N.
+      shares: those of the sources, above 0, with the sum 1.
+      **options: see `RandomWindows`.
+
+    Raises:
+      UserError: a source is too short, or there are not N boundaries.
+    """
+    self._begins = np.cumsum([0, *sizes[:-1]])
+    self._num_windows = np.array(sizes) - window
+    self._edges = np.round(np.cumsum([0, *shares]) * 2**_BITS).astype(np.int64)
+    self._flipped = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint32).astype(np.int64)
+    super().__init__(tokens, batch_size, window, seed, **options)
+
+  def sources(self, numbers: np.ndarray) -> np.ndarray:
+    """The source of each row, by its number in the run, [b]."""
+    values = _mirror(numbers % 2**_BITS) ^ self._flipped
+    return np.searchsorted(self._edges, values, "right") - 1
+
+  def _count_before(self, numbers: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """How many rows before each are of its source."""
+    first, last = self._edges[sources], self._edges[sources + 1]
+    periods, numbers = np.divmod(numbers, 2**_BITS)
+    count = periods * (last - first)
+    for bit in range(_BITS):
+      # The 2**bit rows that have 0 for the 1 of this number's bit, and the same bits above, take
+      # the values `low`, `low` + step, `low` + 2 * step, ...
+      step = 2 ** (_BITS - bit)
+      low = (_mirror(numbers >> bit + 1 << bit + 1) ^ self._flipped) % step
+      below_first, below_last = (-((low - x) // step) for x in (first, last))
+      count += (numbers >> bit & 1) * (below_last - below_first)
+    return count
+
+  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+    numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
+    sources = self.sources(numbers)
+    draws, offsets = self._count_before(numbers, sources), np.empty_like(numbers)
+    for source in np.unique(sources):
+      here = sources == source
+      found = draw(draws[here], int(self._num_windows[source]), self._seed, int(source) + 1)
+      offsets[here] = self._begins[source] + found
+    return offsets[:, None] + np.arange(self.window + 1), False
+
+  def _count_steps(self) -> int:
+    if (least := int(self._num_windows.min())) < 1:
+      raise UserError(
+        f"train.window: expected at most {max(0, self.window + least - 1)} (the shortest source of "
+        f"data.mixture has {self.window + least} training tokens), got {self.window}"
+      )
+    return -(-int(self._num_windows.sum()) // self.batch_size)
+
+
+def _mirror(values: np.ndarray) -> np.ndarray:
+  """The bits of numbers below 2**_BITS in the opposite order."""
+  mirrored = np.zeros_like(values)
+  for bit in range(_BITS):
+    mirrored |= (values >> bit & 1) << _BITS - 1 - bit
+  return mirrored

@@ -1,0 +1,105 @@
+"""Models at the Hugging Face Hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
+
+Cache, token, server and offline mode are those of `huggingface_hub`: HF_HOME; `hf auth login` or
+HF_TOKEN; HF_ENDPOINT; HF_HUB_OFFLINE=1.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpjax.errors import UserError
+
+PREFIX = "hf://"
+_LOGIN = "HF_TOKEN or `hf auth login` gives a token"
+# Errors of the library, those of a narrower class first.
+_SAID = {
+  "RevisionNotFoundError": "none of this revision",
+  "GatedRepoError": "a gated one, whose page says how to get access",
+  "RepositoryNotFoundError": f"none that is public (for a private one, {_LOGIN})",
+  "LocalEntryNotFoundError": "no connection, and no copy in the cache",
+}
+
+
+def is_address(place: Any) -> bool:
+  """Whether a place is a model at the Hub."""
+  return isinstance(place, str) and place.startswith(PREFIX)
+
+
+def split_address(address: str) -> tuple[str, str | None]:
+  """OWNER/NAME and the revision, if one is given; a `UserError` for another form."""
+  match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(\S+))?", address, re.ASCII)
+  if not match:
+    raise UserError(f"{address}: expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION, got neither")
+  return match[1], match[2]
+
+
+@contextlib.contextmanager
+def one_line(key: str, expected: str = "a repository that can be read") -> Iterator[None]:
+  """Turns errors of `huggingface_hub` into a `UserError`; those of the disk stay."""
+  from huggingface_hub import utils
+
+  try:
+    yield
+  except Exception as error:  # Of several libraries.
+    if isinstance(error, OSError) and error.errno:
+      raise
+    is_local = isinstance(error, utils.LocalEntryNotFoundError)
+    is_refused = is_local and isinstance(error.__cause__, utils.HfHubHTTPError)
+    # The server's answer is behind a failed upload, or a copy that is not there either.
+    cause = (is_refused or type(error) is RuntimeError) and error.__cause__ or error
+    said = " ".join(str(cause).split()).rstrip(".")
+    known = next((name for name in _SAID if isinstance(cause, getattr(utils, name))), "")
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
+    if known:
+      said = _SAID[known]
+    elif status in (401, 403):
+      said = f"a refusal ({status}) of the token, or of none ({_LOGIN})"
+    raise UserError(f"{key}: expected {expected}, got {said}") from error
+
+
+def download(address: str, names: Sequence[str]) -> Path:
+  """The folder of those files of a model that it has; they stay in the library's cache.
+
+  Raises:
+    UserError: the model cannot be read.
+  """
+  from huggingface_hub import snapshot_download
+
+  repository, revision = split_address(address)
+  with one_line(address):
+    found = snapshot_download(
+      repository, revision=revision, allow_patterns=[*names], library_name="dpjax"
+    )
+  return Path(found)
+
+
+def upload(folder: Path, address: str, names: Sequence[str], *, private: bool = False) -> None:
+  """Commits a folder to a model, made if missing; others of the files `names` go there.
+
+  A revision is a branch, made if missing.
+
+  Raises:
+    UserError: the model cannot be written, or is public where `private` is asked for.
+  """
+  from huggingface_hub import HfApi
+
+  repository, branch = split_address(address)
+  api = HfApi(library_name="dpjax")
+  with one_line(address, "a repository that can be written"):
+    api.create_repo(repository, private=private or None, exist_ok=True)
+    is_public = private and not api.model_info(repository).private
+    if branch and not is_public:
+      api.create_branch(repository, branch=branch, exist_ok=True)
+    if not is_public:
+      api.upload_folder(
+        repo_id=repository,
+        folder_path=folder,
+        revision=branch,
+        commit_message="Upload a model of dpjax",
+        delete_patterns=[*names],
+      )
+  if is_public:
+    raise UserError(f"private: expected a private repository, got {address}, which is public")

@@ -1,0 +1,174 @@
+"""Datasets of a stand-in for the Hugging Face Hub, by their names."""
+
+import bz2
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpjax.data.sources.hub import choose_files, parse
+from dpjax.data.text import load_corpus
+from dpjax.errors import UserError
+from tests import helpers, hub
+
+STORIES = [f"Story {i} of a \u00e9 hen.\nIts end {'x' * (i % 7)}" for i in range(61)]
+OTHERS = ["One.", "", "Two \u2028 three.\n", "Four."]
+
+
+@pytest.fixture(scope="module")
+def server():
+  with hub.running() as server:
+    yield server
+
+
+@pytest.fixture
+def site(server, tmp_path, monkeypatch):
+  server.clear()
+  hub.use(monkeypatch, server.url, tmp_path / "cache")
+  return server
+
+
+def parquet(texts, column="text"):
+  table = pa.table({"id": range(len(texts)), column: texts})
+  sink = pa.BufferOutputStream()
+  pq.write_table(table, sink, row_group_size=17)
+  return sink.getvalue().to_pybytes()
+
+
+def lines(texts, column="text"):
+  return "\n".join(json.dumps({"n": 1, column: text}) for text in texts).encode()
+
+
+@pytest.fixture
+def load(tmp_path):
+  """The documents of each split."""
+
+  def load(name, **settings):
+    corpus = load_corpus(name, data_dir=tmp_path / "data", **settings)
+    assert corpus.name.startswith("hf_me_tales")
+    return {x: ["".join(y) for y in text.documents()] for x, text in corpus.splits.items()}
+
+  return load
+
+
+def ended(texts):
+  return [text if text.endswith("\n") else f"{text}\n" for text in texts if text]
+
+
+def test_parquet_with_three_splits_is_read_once(site, load):
+  files = {
+    "README.md": b"",
+    "data/train-00000-of-00002-0ab.parquet": parquet(STORIES[:40]),
+    "data/train-00001-of-00002-0cd.parquet": parquet([*STORIES[40:], None]),
+    "data/validation-00000-of-00001.parquet": parquet(OTHERS),
+    "data/test-00000-of-00001.parquet": parquet(OTHERS[::-1]),
+    "train.jsonl": lines(STORIES),  # the same in another form
+  }
+  site.publish("datasets/me/tales", files)
+  expected = {"train": ended(STORIES), "valid": ended(OTHERS), "test": ended(OTHERS[::-1])}
+  assert load("hf:me/tales") == expected
+  site.clear()
+  for how in ("joined", "isolated"):  # Both are of the text in data_dir.
+    assert load("hf:me/tales", documents=how) == expected
+  assert site.asked == []
+
+
+def test_a_missing_split_is_cut_from_the_end(site, load):
+  site.publish("datasets/me/tales", {"train.jsonl.gz": gzip.compress(lines(STORIES, "content"))})
+  splits = load("hf:me/tales", split_fractions=(0.6, 0.2, 0.2))
+  assert [*splits["train"], *splits["valid"], *splits["test"]] == ended(STORIES)
+  assert [len(x) for x in splits.values()] == pytest.approx([37, 12, 12], abs=2)
+  site.publish("datasets/me/tales", {"dev.jsonl": lines(OTHERS)})
+  splits = load("hf:me/tales@main", split_fractions=(0.6, 0.2, 0.2))
+  assert [*splits["train"], *splits["test"]] == ended(STORIES) and splits["valid"] == ended(OTHERS)
+
+
+def test_the_card_names_configurations(site, load):
+  files = {
+    "a/part-0.parquet": parquet(STORIES),
+    "a/part-1.parquet": parquet(OTHERS),
+    "b/x.json.bz2": bz2.compress(lines(STORIES[::-1], "story")),
+  }
+  one = [{"split": "train", "path": "a/part-0*"}, {"split": "validation", "path": ["a/part-1*"]}]
+  configs = [
+    {"config_name": "a", "data_files": one, "default": True},
+    {"config_name": "b", "data_files": "b/*"},
+  ]
+  site.publish("datasets/me/tales", files, card={"configs": configs})
+  commit = site.files("datasets/me/tales")[1]
+  site.publish("datasets/me/tales", dict.fromkeys(files, b"spoiled"))
+  splits = load(f"hf:me/tales@{commit}")
+  assert (
+    splits["valid"] == ended(OTHERS) and splits["test"] == ended(STORIES)[-len(splits["test"]) :]
+  )
+  splits = load(f"hf:me/tales@{commit}:b//story")
+  assert sum(splits.values(), []) == ended(STORIES[::-1])
+  splits = load(f"hf:me/tales@{commit}:a/validation", split_fractions=(0.4, 0.3, 0.3))
+  assert sum(splits.values(), []) == ended(OTHERS)
+
+
+CONFIGS = [
+  {"config_name": "x", "data_files": "p*"},
+  {"config_name": "y", "data_files": ["q.jsonl"]},
+]
+CHOICES = {
+  "folders of splits": (["train/0.parquet", "dev/0.parquet"], (), "", "", "train valid"),
+  "as C4": (["en/c4-train.0.json.gz", "en/c4-validation.0.json.gz"], (), "en", "", "train valid"),
+  "one folder": (["v1/training.jsonl", "v1/eval.jsonl"], (), "", "", "train test"),
+  "no word": (["a.parquet", "b.parquet"], (), "", "", "train train"),
+  "no data": (["a.parquet", "dataset_infos.json", "notes.txt"], (), "", "", "train - -"),
+  "a plain .json": (["train.json", "info.json"], (), "", "", "train -"),
+  "a split of its own": (
+    ["train_sft-0.parquet", "train_gen-0.parquet"],
+    (),
+    "",
+    "train_sft",
+    "train -",
+  ),
+  "of a card": (["p1.jsonl", "p2.jsonl", "q.jsonl"], CONFIGS, "x", "", "train train -"),
+  "the name first": (["latest/test.jsonl", "test/train.jsonl"], (), "", "", "- train"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_files_are_chosen_by_their_names(case):
+  files, configs, config, split, expected = CHOICES[case]
+  found = choose_files("hf:me/tales", files, configs, config, split)
+  by_file = {file: split for split, files in found.items() for file in files}
+  assert [by_file.get(file, "-") for file in files] == expected.split()
+
+
+def test_names():
+  whole = ("me/tales", "v1", "en", "train", "story")
+  assert parse("hf:me/tales@v1:en/train/story") == whole
+  assert parse("hf:me/tales:/train") == ("me/tales", None, "", "train", "")
+  assert parse("hf:me/ta.les_2") == ("me/ta.les_2", None, "", "", "")
+
+
+REFUSALS = helpers.cases("""
+  hf:tales                | expected hf:OWNER/NAME.@REVISION..:CONFIG/SPLIT/COLUMN., got hf:tales
+  hf:me/tales:a/b/c/d     | expected hf:OWNER/NAME
+  hf:me/none              | expected a dataset hf:me/none that can be read, got none that is pub
+  hf:me/tales@v9          | got none of this revision
+  hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG., one of de, en, got hf:
+  hf:me/tales:fr          | expected a configuration .* one of de, en, got hf:me/tales:fr
+  hf:me/tales:de          | expected a split .* one of test, got hf:me/tales:de
+  hf:me/tales:en/valid    | expected a split .* one of train, got hf:me/tales:en/valid
+  hf:me/tales:en          | a Parquet file with a column of strings named text or content, got
+  hf:me/tales:en//id      | a Parquet file with a column of strings named id, got id of the type int
+  hf:me/tales:de/test     | a JSON object with a string 'text' or 'content' on each line, got line 1
+  hf:me/notes             | expected a dataset of Parquet files or JSON lines, got hf:me/notes
+""")
+
+
+@pytest.mark.parametrize("name, message", REFUSALS)
+def test_refusals(site, tmp_path, name, message):
+  files = {"en/train.parquet": parquet(STORIES, "story"), "de/test.jsonl": b"[1]\n", "b": b""}
+  site.publish("datasets/me/tales", files)
+  site.publish("datasets/me/notes", {"notes.txt": b"a"})
+  with pytest.raises(UserError, match=f"^(data.name: |/).*{message}") as error:
+    load_corpus(name, data_dir=tmp_path / "data")
+  assert "\n" not in str(error.value)
+  assert not [*tmp_path.glob("data/texts/*/data.json")]

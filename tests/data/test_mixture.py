@@ -1,0 +1,149 @@
+"""Mixtures: shares of the rows, windows of one source, and tokens of several."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dpjax.data.batches import DocumentStarts
+from dpjax.data.mixture import MixedWindows, parse
+from dpjax.data.text import load_corpus
+from dpjax.data.tokens import tokenize
+from dpjax.errors import UserError
+
+SIZES = (137, 61, 29)
+STREAM = np.arange(sum(SIZES))
+ENDS = np.cumsum(SIZES)
+
+
+def make(shares=(0.6, 0.3, 0.1), batch_size=8, window=5, seed=3, sizes=SIZES, **options):
+  return MixedWindows(STREAM, batch_size, window, seed, sizes=sizes, shares=shares, **options)
+
+
+@pytest.mark.parametrize("shares", [(0.6, 0.3, 0.1), (0.334, 0.333, 0.333), (0.05, 0.94, 0.01)])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_of_any_rows_each_source_has_its_share(shares, seed):
+  batches = make(shares, seed=seed)
+  sources = batches.sources(np.arange(40_000))
+  counts = np.cumsum(sources[:, None] == np.arange(3), axis=0)
+  expected = np.arange(1, 40_001)[:, None] * np.array(shares)
+  assert abs(counts - expected).max() < 8
+  for begin in (0, 77, 12_345):
+    share = (counts[begin + 9_999] - counts[begin]) / 10_000
+    np.testing.assert_allclose(share, shares, rtol=0, atol=0.001)
+  assert (make(shares, seed=seed + 1).sources(np.arange(40)) != sources[:40]).any()
+
+
+def test_the_rows_of_a_source_are_counted():
+  batches = make()
+  numbers = np.arange(5_003)
+  sources = batches.sources(numbers)
+  before = batches._count_before(numbers, sources)
+  for source in range(3):
+    np.testing.assert_array_equal(before[sources == source], np.arange((sources == source).sum()))
+  # Also beyond the numbers that the bits hold.
+  later = numbers + 3 * 2**32
+  np.testing.assert_array_equal(batches.sources(later), sources)
+  for source, added in enumerate((0.6, 0.3, 0.1)):
+    more = (batches._count_before(later, sources) - before)[sources == source]
+    assert (more == more[0]).all() and more[0] == pytest.approx(added * 3 * 2**32, abs=3)
+
+
+def test_rows_are_windows_of_one_source_each_of_which_comes_once_an_epoch():
+  batches = make()
+  rows = np.concatenate([batches.batch(step)["tokens"] for step in range(200)])
+  sources = np.searchsorted(ENDS, rows, "right")
+  assert (sources == sources[:, :1]).all()
+  np.testing.assert_array_equal(sources[:, 0], batches.sources(np.arange(1600)))
+  for source, size in enumerate(SIZES):
+    begins = rows[sources[:, 0] == source][:, 0]
+    for epoch in np.split(begins, range(size - 5, len(begins), size - 5)):
+      assert len({*epoch}) == len(epoch)
+    np.testing.assert_array_equal(np.diff(rows, axis=1), 1)
+  assert batches.steps_per_epoch == -(-(sum(SIZES) - 15) // 8)
+
+
+def test_a_batch_depends_on_the_step_alone():
+  whole = [make().batch(step) for step in range(7)]
+  again = make()
+  for step in (5, 2, 6):
+    found = again.batch(step, slice(2, 7))
+    for key, rows in found.items():
+      np.testing.assert_array_equal(rows, whole[step][key][2:7])
+
+
+def test_documents_and_boundaries():
+  begins = np.sort(np.concatenate([[0], ENDS[:-1], [20, 40, 150]]))
+  starts = DocumentStarts(begins, start_id=999, start_boundary=1)
+  batches = make(documents=starts, boundaries=(STREAM % 3 == 0).astype(np.uint8))
+  batch = batches.batch(4)
+  inner = batch["is_start"][:, 1:] == 1
+  assert (batch["tokens"][:, 1:][inner] == 999).all()
+  others = batch["tokens"] != 999
+  np.testing.assert_array_equal(batch["boundaries"][others], batch["tokens"][others] % 3 == 0)
+
+
+def test_a_source_that_is_too_short():
+  with pytest.raises(UserError, match="^train.window: expected at most 28 .* has 29 .*, got 29"):
+    make(window=29)
+  assert make(window=28).steps_per_epoch
+
+
+def test_weights():
+  assert parse("a/b.txt=3, hf:x/y@v=1=1") == {"a/b.txt": 0.75, "hf:x/y@v=1": 0.25}
+  assert parse("one=2") == {"one": 1} and parse("") == {}
+
+
+@pytest.mark.parametrize(
+  "mixture", ["a", "a=", "=3", "a=0", "a=-1", "a=nan", "a=inf", "a=1,b=x", "a=1,a=2"]
+)
+def test_weights_of_another_form(mixture):
+  with pytest.raises(UserError, match="^data.mixture: expected SOURCE=WEIGHT,SOU.* got "):
+    parse(mixture)
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+  """Two files in the current folder."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "one.txt").write_text("one two three\n" * 53)
+  texts = [f"four {i} five" for i in range(47)]
+  (tmp_path / "two.jsonl").write_text("\n".join(json.dumps({"text": x}) for x in texts))
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("kind", ["characters", "bpe"])
+def test_tokens_of_sources_follow_each_other(tmp_path, kind):
+  corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
+  tokens = tokenize(corpus, tmp_path / "tokens", kind, vocab_size=300)
+  alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
+  for split, ids in tokens.splits.items():
+    sizes = tokens.counts[split]["sources"]
+    for x, part in zip(alone, np.split(ids, np.cumsum(sizes)[:-1]), strict=True):
+      text = "".join(x.splits[split])
+      assert tokens.tokenizer.decode(part) == text
+      np.testing.assert_array_equal(part, tokens.tokenizer.encode(text))
+  assert tokens.documents is None and corpus.name == "one+two"
+  # Weights do not change the tokens.
+  again = load_corpus("none", "none.txt", mixture="one.txt=9,two.jsonl=1")
+  assert again.about == corpus.about
+
+
+@pytest.mark.usefixtures("sources")
+def test_documents_of_sources(tmp_path):
+  (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
+  given = dict(data_dir=tmp_path / "data", documents="isolated", split_fractions=(0.4, 0.3, 0.3))
+  corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **given)
+  tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
+  begins, ids = tokens.documents["train"], tokens.splits["train"]
+  documents = [tokens.tokenizer.decode(x) for x in np.split(ids, begins[1:])]
+  assert documents[0] == "four 0 five\n" and documents[-1] == "six\n"
+  assert len(documents) == tokens.counts["train"]["documents"]
+  with pytest.raises(UserError, match="^data.mixture: .*data.documents: expected joined for one"):
+    load_corpus(mixture="two.jsonl=1,one.txt=2", **given)
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_source_that_cannot_be_opened():
+  with pytest.raises(UserError, match="^data.mixture: .* nothing.txt .data.path: .*nothing"):
+    load_corpus(mixture="nothing.txt=1,one.txt=2")
