@@ -23,9 +23,19 @@ def divide_rows(x: jax.Array) -> jax.Array:
   activations at every layer. Does nothing outside of a run.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.axis_names != (AXIS,) or mesh.manual_axes or x.shape[0] % mesh.size or mesh.size == 1:
+  return _place(x, AXIS) if not mesh.empty and x.shape[0] % mesh.size == 0 else x
+
+
+def replicate(arrays: Any) -> Any:
+  """Gives each device of a run the whole arrays, once: before a loop, which would gather again."""
+  return jax.tree.map(_place, arrays)
+
+
+def _place(x: jax.Array, *axes: str) -> jax.Array:
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.axis_names != (AXIS,) or mesh.manual_axes or mesh.size == 1:
     return x
-  return lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(AXIS))
+  return lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*axes))
 
 
 def has_cuda() -> bool:

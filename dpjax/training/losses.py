@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.platforms import by_platform, num_devices
+from dpjax.ops.platforms import by_platform, num_devices, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 
@@ -113,7 +113,7 @@ def output_nats(
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
   hidden = jnp.where((weights == 0)[..., None], 0, hidden)  # It may be nan there.
-  return _output_nats(hidden, kernel, bias, targets, weights)
+  return _output_nats(hidden, *replicate((kernel, bias)), targets, weights)
 
 
 @jax.custom_vjp
@@ -140,6 +140,7 @@ def _output_forward(hidden, kernel, bias, targets, weights):
     return jax.tree.map(jnp.add, sums, added), of_hidden.reshape(h_btd.shape)
 
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (jnp.zeros(()), kernel, bias))
+  zeros = replicate(zeros)
   (nats, of_kernel, of_bias), pieces = lax.scan(
     add_piece, zeros, _cut(hidden, kernel, targets, weights)
   )
