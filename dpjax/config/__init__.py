@@ -26,9 +26,11 @@ if TYPE_CHECKING:
   from dpjax.config.sections import default_model as default_model
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
+  from dpjax.config.sections import in_turn as in_turn
   from dpjax.config.sections import is_pooled as is_pooled
   from dpjax.config.sections import middle as middle
   from dpjax.config.sections import mixer as mixer
+  from dpjax.config.sections import mixer_names as mixer_names
   from dpjax.config.sections import mixers_in as mixers_in
   from dpjax.config.sections import optimizer as optimizer
   from dpjax.config.sections import place as place
