@@ -115,6 +115,7 @@ def test_enrichment_is_the_surprise_of_tokens_that_begin_segments():
   chance = [made.enrichment(seed=seed) for seed in range(200)]
   assert np.mean(chance) == pytest.approx(1, abs=0.1) and len({*chance}) > 3
   assert math.isnan(made._replace(boundaries=ends & False).enrichment())
+  assert math.isnan(made._replace(surprisals=np.full(4, np.inf)).enrichment())
 
 
 def test_the_figure():

@@ -49,13 +49,14 @@ class Segmentation(NamedTuple):
   def enrichment(self, seed: int | None = None) -> float:
     """The mean surprisal of tokens that begin a segment, with that of all tokens as 1.
 
-    With a seed, of as many tokens drawn at random: chance. nan without a token behind a boundary.
+    With a seed, of as many tokens drawn at random: chance. nan without a token behind a boundary,
+    or if the model holds one for impossible.
     """
     assert self.surprisals is not None
     begins = self.boundaries[:-1]
     if seed is not None:
       begins = np.random.default_rng(seed).permutation(begins)
-    if not begins.any():
+    if not (begins.any() and np.isfinite(self.surprisals).all()):
       return float("nan")
     return float(self.surprisals[begins].mean() / self.surprisals.mean())
 
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
       f"conditional entropy {found.entropies.mean():.4f} nats"
     )
-    if found.boundaries[:-1].any():
+    if np.isfinite(found.enrichment()):
       print(
         f"enrichment {found.enrichment():.4f}: the surprisal of tokens that begin a segment, with "
         f"that of all as 1; of as many tokens at random {found.enrichment(seed=0):.4f}"
