@@ -120,7 +120,7 @@ def mixer_name(config: Mapping[str, Any]) -> str:
 
 
 def _mixer_name(mixer: Mapping[str, Any]) -> str:
-  name = mixer["name"]
+  name: str = mixer["name"]
   if name in ("she", "he", "we", "me"):
     parts = ("adjustment", "output_projection")
     without = [f"no {part.replace('_', ' ')}" for part in parts if mixer.get(part) is False]

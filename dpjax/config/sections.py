@@ -57,10 +57,10 @@ class Section(ConfigDict):
 
   def to_dict(self, *args, **kwargs):
     """As of a ConfigDict, with several mixers as a list of dicts."""
-    plain = super().to_dict(*args, **kwargs)
+    plain: Any = super().to_dict(*args, **kwargs)
     for key, value in plain.items():
       if key in _BY_NAME and isinstance(value, tuple):
-        plain[key] = [x.to_dict() if isinstance(x, ConfigDict) else x for x in value]
+        plain[key] = [dict(x) if _is_section(x) else x for x in value]
     return plain
 
   def __eq__(self, other):
@@ -339,9 +339,9 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
   flat = {}
   for key, value in config.items():
     if isinstance(value, list | tuple) and any(map(_is_section, value)):
-      value = in_turn("", value)
-      flat |= {x: y for i in value for x, y in flatten(value[i], f"{prefix}{key}{i}.").items()}
-    elif _is_section(value):
+      for place, section in in_turn(f"{prefix}{key}", value).items():
+        flat |= flatten(section, f"{place}.")
+    elif isinstance(value, Mapping | ConfigDict):
       flat |= flatten(value, f"{prefix}{key}.")
     else:
       flat[prefix + key] = registry.as_tuple(value)

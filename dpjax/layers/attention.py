@@ -64,11 +64,11 @@ class SelfAttention(nn.Module):
     """Mixes [B, T, D]."""
     sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
     mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
-    qkv = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
+    q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if cache is None:
-      y_bthe = self._attend(*qkv, is_start, **_dropout(self, deterministic))
+      y_bthe = self._attend(q, k, v, is_start, **_dropout(self, deterministic))
     else:
-      y_bthe, cache = self._attend_cached(*qkv, cache, lengths)
+      y_bthe, cache = self._attend_cached(q, k, v, cache, lengths)
     out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
     y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)

@@ -180,9 +180,10 @@ class Boundaries(nn.Module):
 
   def aim(self, last: float, batch: Mapping[str, jax.Array]) -> Any:
     """The aim of a loss by `rate_schedule`, at the batch's "update"; in evaluation the last."""
-    if not self.rate_schedule or "update" not in batch:
+    schedule: Any = self.rate_schedule
+    if not schedule or "update" not in batch:
       return last
-    first, updates = self.rate_schedule
+    first, updates = schedule
     done = jnp.clip(batch["update"].astype(jnp.float32) / updates, 0, 1)
     return first + (last - first) * done
 

@@ -153,8 +153,8 @@ class Stack:
 
         def apply_places(x_btd, period):
           new = [None] * number
-          for place, layer in enumerate(period):
-            x_btd, new[place] = apply_block(place, x_btd, *layer, lengths)
+          for place, (params, cache) in enumerate(period):
+            x_btd, new[place] = apply_block(place, x_btd, params, cache, lengths)
           return x_btd, new
 
         x_btd, new = jax.lax.scan(apply_places, x_btd, stacked)

@@ -261,7 +261,7 @@ def local_attention_cached(
     turn(q_bnhe, place_n), turn(k_bnhe, place_n), v_bnhe, is_start=is_start, window=window
   )[:, num_past:]
   # Of a long chunk only the last M tokens stay.
-  num_new = chunk if lengths is None else lengths[:, None]
+  num_new = chunk if lengths is None else jnp.reshape(lengths, (-1, 1))
   place_bc = jnp.where(index_c[None] >= num_new - window, place_bc, window)
   cache = _append(keys, values, cache, place_bc, lengths)
   return _zero_padding(outputs.astype(values.dtype), lengths), cache
