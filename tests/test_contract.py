@@ -45,7 +45,7 @@ MIXERS = {
   "he's extraction": (partial(layers.HE, adjustment=False, output_projection=False), {}),
 }
 # The others share the code of these; by default they are asked what sets them apart.
-DEFAULT = ("dispatcher", "attention", "relative attention", "short convolution", "she", "we")
+DEFAULT = ("dispatcher", "attention", "relative attention", "she", "we")
 APART = {
   "dispatcher of three levels": ("causality", "chunks"),
   "multihead": ("causality", "dropout", "gradients"),
@@ -53,7 +53,8 @@ APART = {
   "attention without biases": ("gradients",),
   "rotary attention": ("documents", "tokens"),
   "local attention": ("causality", "chunks"),
-  "rotary local attention": ("documents", "tokens"),
+  "rotary local attention": ("tokens",),
+  "short convolution": ("causality", "chunks", "documents", "gradients"),
   "he": ("causality", "bfloat16", "gradients"),
   "me": ("causality", "gradients", "single_position"),
   "he's extraction": ("gradients",),

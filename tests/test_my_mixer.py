@@ -162,6 +162,7 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
     testing.check_mixer(Decay, relations=["causality"])
 
 
+@pytest.mark.slow
 def test_it_takes_turns_with_a_mixer_of_dpjax(min_gru):
   with_attention = (min_gru, partial(layers.LocalAttention, 2, window=3))
   testing.check_mixer(with_attention, relations=["chunks"])

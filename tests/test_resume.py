@@ -52,6 +52,7 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_rate_that_falls_is_the_same_after_a_stop(text, tmp_path):
   config = helpers.pooled_config(text, "gumbel", num_steps=6, eval_every_steps=6)

@@ -92,7 +92,7 @@ CASES = {
   ),
   "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
 }
-DEFAULT = ("modern", "we", "in turn", "whitespace", "in turn in the middle")
+DEFAULT = ("modern", "we", "whitespace", "in turn in the middle")
 BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 

@@ -82,7 +82,8 @@ def test_layers_have_their_mixers_in_turn():
   np.testing.assert_allclose(found.hidden, x_btd, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", [pytest.param("remat", marks=pytest.mark.slow), "scan_layers"])
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["remat", "scan_layers"])
 def test_in_turn_too_scan_and_remat_change_nothing(change):
   settings = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
   params = draw_params(make(**settings))
