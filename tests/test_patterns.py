@@ -29,6 +29,7 @@ def workdir(request, text, tmp_path_factory, standard_promotion):
   settings = SIZES + (POOLED if request.param == "middle" else "")
   flags = [f"--config.{x}" for x in settings.split()]
   flags += ["--config.model.mixer=we,attention", "--config.model.mixer.0.adjustment=False"]
+  flags += ["--config.model.mixer.0.implementation=scan"]  # None before
   flags += [f"--config.data.path={text}", f"--config.data.data_dir={text.parent / 'data_dir'}"]
   flags += [f"--workdir={folder}", "--config.sample.prompt=the cat"]
   assert call("train", "--config=modern_transformer:small", *flags) is None
@@ -84,6 +85,21 @@ def test_wrong_flags_are_named(flags, message):
       command_flags._parse(sys.argv)
       config_lib.check(holder.value)
   assert re.search(message, str(error.value)), error.value
+
+
+def test_mixers_that_no_layer_has_are_told(text, tmp_path, caplog):
+  config = helpers.small_config(text, num_steps=1, eval_every_steps=1)
+  config.model.update(mixer="we,me,he", num_layers=1)
+  assert config_lib.idle_mixers(config.model) == {"model": "me, he"}
+  dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
+  assert "model.num_layers: fewer than mixers; no layer has me, he" in caplog.text
+  config = in_turn()
+  assert config_lib.idle_mixers(config.model) == {"model.last": "me, he"}
+  config.model.first.num_layers = 1
+  assert config_lib.idle_mixers(config.model) == {
+    "model.first": "attention",
+    "model.last": "me, he",
+  }
 
 
 def in_turn():

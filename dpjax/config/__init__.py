@@ -26,6 +26,7 @@ if TYPE_CHECKING:
   from dpjax.config.sections import default_model as default_model
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
+  from dpjax.config.sections import idle_mixers as idle_mixers
   from dpjax.config.sections import in_turn as in_turn
   from dpjax.config.sections import is_pooled as is_pooled
   from dpjax.config.sections import middle as middle

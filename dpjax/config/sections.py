@@ -3,6 +3,7 @@
 A file of `configs/` starts from `default()`. Of each duration, set one unit: steps or epochs.
 """
 
+import copy
 import os
 import re
 from collections.abc import Mapping
@@ -72,9 +73,10 @@ def _section(known: registry.Registry, value: Any) -> Any:
   if known is not registry.mixers:
     return known.defaults(value) if isinstance(value, str) else value
   several = value.split(",") if isinstance(value, str) else value
+  # Copies, with the types of what is None.
   sections = tuple(
-    known.defaults(x) if isinstance(x, str) else ConfigDict(dict(x)) if _is_section(x) else x
-    for x in several
+    known.defaults(x) if isinstance(x, str) else ConfigDict(x) if isinstance(x, dict) else x
+    for x in map(copy.deepcopy, several)
   )
   return sections[0] if len(sections) == 1 else sections
 
@@ -313,6 +315,18 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
       for x in ("first", "last"):
         found |= in_turn(f"{key}.{x}.mixer", stage[x]["mixer"])
   return found
+
+
+def idle_mixers(model: Mapping) -> dict[str, str]:
+  """The mixers that no layer has, by stack, where these are more than the layers."""
+  stacks = {"model": (model["mixer"], model["num_layers"])}
+  for key, stage in stages_in(model).items():
+    for x in ("first", "last") if is_pooled(stage) else ():
+      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
+  several = {
+    key: (mixer_names(mixer).split(","), number) for key, (mixer, number) in stacks.items()
+  }
+  return {key: ", ".join(names[n:]) for key, (names, n) in several.items() if names[n:]}
 
 
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:

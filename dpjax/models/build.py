@@ -1,6 +1,5 @@
 """Builds models from settings: the only place where names of components become modules."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,8 +18,6 @@ from dpjax.models.hourglass import Hourglass, PooledMiddle
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 from dpjax.registry import ConfigDict
-
-_log = logging.getLogger(__name__)
 
 # A model made in Python, or a function of `config.model` that makes one; None: the settings'.
 Given = nn.Module | Callable[[ConfigDict], nn.Module] | None
@@ -140,9 +137,6 @@ def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> St
     )
     for section in config_lib.in_turn("", mixer or model["mixer"]).values()
   ]
-  if num_layers < len(make_blocks):
-    names = config_lib.mixer_names(mixer or model["mixer"])
-    _log.warning("model.mixer: %d layers take only the first of %s", num_layers, names)
   make_block = make_blocks[0] if len(make_blocks) == 1 else tuple(make_blocks)
   return Stack(num_layers, make_block, scan_layers=model["scan_layers"], remat=model["remat"])
 
