@@ -58,7 +58,7 @@ class Section(ConfigDict):
 
   def to_dict(self, *args, **kwargs):
     """As of a ConfigDict, with several mixers as a list of dicts."""
-    plain: Any = super().to_dict(*args, **kwargs)
+    plain = super().to_dict(*args, **kwargs)
     for key, value in plain.items():
       if key in _BY_NAME and isinstance(value, tuple):
         plain[key] = [dict(x) if _is_section(x) else x for x in value]
@@ -323,10 +323,8 @@ def idle_mixers(model: Mapping) -> dict[str, str]:
   for key, stage in stages_in(model).items():
     for x in ("first", "last") if is_pooled(stage) else ():
       stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
-  several = {
-    key: (mixer_names(mixer).split(","), number) for key, (mixer, number) in stacks.items()
-  }
-  return {key: ", ".join(names[n:]) for key, (names, n) in several.items() if names[n:]}
+  idle = {key: mixer_names(mixer).split(",")[number:] for key, (mixer, number) in stacks.items()}
+  return {key: ", ".join(names) for key, names in idle.items() if names}
 
 
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:
