@@ -82,11 +82,11 @@ class Stack:
       is_start: see `LanguageModel`.
     """
     shared = None
-    if self.has_positions and positions is not None:
+    if positions is not None and self.has_positions:
       shared = positions(x_btd.shape[1], x_btd.shape[2], deterministic=deterministic)
 
     def apply_block(block, x_btd):
-      own = shared if _takes_positions(block) else None
+      own = _own_positions(shared, block)
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
         return block(x_btd, deterministic=deterministic, **_mixer_arguments(own, is_start))
@@ -136,12 +136,12 @@ class Stack:
     layers = params if "0" in params else self.unstack(params)
     blocks, number = [make(parent=None) for make in self.make_blocks], len(self.make_blocks)
     shared = None
-    if self.has_positions and positions is not None:
+    if positions is not None and self.has_positions:
       longest = max(x.max_length for x in self.make_mixers() if hasattr(x, "make_positions"))
       shared = positions(longest, width)
 
     def apply_block(place, x_btd, params, cache, lengths) -> Any:
-      given = _mixer_arguments(shared if _takes_positions(blocks[place]) else None, None)
+      given = _mixer_arguments(_own_positions(shared, blocks[place]), None)
       return blocks[place].apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
 
     def function(x_btd, caches, lengths=None):
@@ -255,8 +255,10 @@ class LayersInTurn(nn.Module):
     return Stack(len(makers) + 1, make_block)
 
 
-def _takes_positions(block: Any) -> bool:
-  return hasattr(block.make_mixer(parent=None), "make_positions")
+def _own_positions(shared: Any, block: Any) -> Any:
+  """The shared positions for a block whose mixer takes them, else None."""
+  has_own = shared is not None and hasattr(block.make_mixer(parent=None), "make_positions")
+  return shared if has_own else None
 
 
 def _mixer_arguments(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
