@@ -292,7 +292,7 @@ def test_flexitokens_pays_outside_of_its_bounds_alone():
   rates = (np.asarray(found) * WEIGHTS).sum(axis=1) / np.maximum(WEIGHTS.sum(axis=1), 1)
   # The first row's rate is between, above or below the bounds.
   for prior in (rates[0] + 0.05, rates[0] - 0.01, rates[0] + 0.2):
-    own = dict(prior=float(prior), deviation=0.1, num_deviations=1.0)
+    own = dict(prior=float(prior), deviation=0.05, num_deviations=2.0)
 
     def boundary_nats(boundaries, own=own):
       sums = helpers.objective("flexitokens", **own).sums(
