@@ -211,6 +211,18 @@ def as_tuple(value: Any) -> Any:
   return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
+def in_turn(key: str, mixer: Any) -> dict[str, Any]:
+  """The sections of a mixer's setting by key: of several `key.0`, `key.1`, ...; of None, none."""
+  if isinstance(mixer, list | tuple):
+    return {f"{key}.{i}": section for i, section in enumerate(mixer)}
+  return {} if mixer is None else {key: mixer}
+
+
+def mixer_names(mixer: Any) -> str:
+  """The name of a mixer's setting: "we", or "we,attention" of two in turn."""
+  return ",".join(section["name"] for section in in_turn("", mixer).values())
+
+
 def _full_name(component: Any) -> Any:
   return getattr(component, "__module__", component), getattr(component, "__qualname__", "")
 

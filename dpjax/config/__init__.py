@@ -10,6 +10,7 @@ if TYPE_CHECKING:
   from dpjax.config.checks import check_model as check_model
   from dpjax.config.checks import check_sampling as check_sampling
   from dpjax.config.checks import check_seed as check_seed
+  from dpjax.config.checks import idle_mixers as idle_mixers
   from dpjax.config.checks import steps_in as steps_in
   from dpjax.config.reading import FREE_KEYS as FREE_KEYS
   from dpjax.config.reading import FREE_NAMES as FREE_NAMES
@@ -26,18 +27,17 @@ if TYPE_CHECKING:
   from dpjax.config.sections import default_model as default_model
   from dpjax.config.sections import flatten as flatten
   from dpjax.config.sections import get as get
-  from dpjax.config.sections import idle_mixers as idle_mixers
-  from dpjax.config.sections import in_turn as in_turn
   from dpjax.config.sections import is_pooled as is_pooled
   from dpjax.config.sections import middle as middle
   from dpjax.config.sections import mixer as mixer
-  from dpjax.config.sections import mixer_names as mixer_names
   from dpjax.config.sections import mixers_in as mixers_in
   from dpjax.config.sections import optimizer as optimizer
   from dpjax.config.sections import place as place
   from dpjax.config.sections import schedule as schedule
   from dpjax.config.sections import stages_in as stages_in
   from dpjax.registry import ConfigDict as ConfigDict
+  from dpjax.registry import in_turn as in_turn
+  from dpjax.registry import mixer_names as mixer_names
 else:
   from dpjax import lazy
 

@@ -108,7 +108,7 @@ def _check_stage(key: str, stage: Mapping) -> None:
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
   for name, mixer in mixers.items():
-    for own, section in sections.in_turn(name, mixer).items():
+    for own, section in registry.in_turn(name, mixer).items():
       _check_mixer(own, section, f"{key}.width", stage["width"])
   if is_pooled:
     return
@@ -116,7 +116,7 @@ def _check_stage(key: str, stage: Mapping) -> None:
   unused |= {f"{x}.mixer": (stage[x]["mixer"], None) for x in ("first", "last")}
   for name, (value, usual) in unused.items():
     expected = f"{usual} with {key}.boundaries = none"
-    got = value if value is None or type(value) is int else sections.mixer_names(value)
+    got = value if value is None or type(value) is int else registry.mixer_names(value)
     _expect(value == usual, f"{key}.{name}", expected, got)
   expected = f"None with {key}.boundaries = none"
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
@@ -171,6 +171,18 @@ def _check_data(data: ConfigDict) -> None:
   _expect(language or not data.clean, "data.language", expected, repr(language))
   expected = "'' with a data.path, unless data.clean is True"
   _expect(not (language and data.path) or data.clean, "data.language", expected, repr(language))
+
+
+def idle_mixers(model: Mapping) -> dict[str, str]:
+  """The mixers that no layer has, by stack, where these are more than the layers."""
+  stacks = {"model": (model["mixer"], model["num_layers"])}
+  for key, stage in sections.stages_in(model).items():
+    for x in ("first", "last") if sections.is_pooled(stage) else ():
+      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
+  idle = {
+    key: registry.mixer_names(mixer).split(",")[number:] for key, (mixer, number) in stacks.items()
+  }
+  return {key: ", ".join(names) for key, names in idle.items() if names}
 
 
 def check_seed(seed: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpjax import files, registry
 from dpjax.config.checks import check
-from dpjax.config.sections import COMPONENTS, check_type, default, flatten, in_turn, middle, place
+from dpjax.config.sections import COMPONENTS, check_type, default, flatten, middle, place
 from dpjax.errors import UserError, unknown_setting
 from dpjax.registry import ConfigDict
 
@@ -142,7 +142,7 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str = "") -> ConfigDict
       config[name] = COMPONENTS[place(key)].from_dict(value, key)
     elif COMPONENTS.get(place(key)) is registry.mixers and isinstance(value, list | tuple):
       check_type(key, value, config[name])
-      several = in_turn(key, value).items()
+      several = registry.in_turn(key, value).items()
       config[name] = tuple(registry.mixers.from_dict(x, own) for own, x in several)
     elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from dpjax import registry
 from dpjax.errors import UserError, unknown_setting
-from dpjax.registry import ConfigDict
+from dpjax.registry import ConfigDict, in_turn
 
 # The sections that are a component, with its settings.
 COMPONENTS = {
@@ -295,18 +295,6 @@ def stages_in(model: Mapping) -> dict[str, Mapping]:
   return stages
 
 
-def in_turn(key: str, mixer: Any) -> dict[str, Any]:
-  """The sections of a mixer's setting by key: of several `key.0`, `key.1`, ...; of None, none."""
-  if isinstance(mixer, list | tuple):
-    return {f"{key}.{i}": section for i, section in enumerate(mixer)}
-  return {} if mixer is None else {key: mixer}
-
-
-def mixer_names(mixer: Any) -> str:
-  """The name of a mixer's setting: "we", or "we,attention" of two in turn."""
-  return ",".join(section["name"] for section in in_turn("", mixer).values())
-
-
 def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
   """The mixers of a model by section: its own and, with pooling, those of first and last."""
   found = in_turn("model.mixer", model["mixer"])
@@ -315,16 +303,6 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
       for x in ("first", "last"):
         found |= in_turn(f"{key}.{x}.mixer", stage[x]["mixer"])
   return found
-
-
-def idle_mixers(model: Mapping) -> dict[str, str]:
-  """The mixers that no layer has, by stack, where these are more than the layers."""
-  stacks = {"model": (model["mixer"], model["num_layers"])}
-  for key, stage in stages_in(model).items():
-    for x in ("first", "last") if is_pooled(stage) else ():
-      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
-  idle = {key: mixer_names(mixer).split(",")[number:] for key, (mixer, number) in stacks.items()}
-  return {key: ", ".join(names) for key, names in idle.items() if names}
 
 
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:
