@@ -224,19 +224,19 @@ def _attend_by_cudnn(queries, keys, values) -> jax.Array:
 
 
 def _check(queries, dropout_rate, dropout_key, is_start, block_size, window=None) -> tuple:
-  """How far back queries see, [B, T] or None, and by platform the size of even blocks or 0."""
+  """How far back queries see, [B or 1, T] or None, and by platform the size of blocks or 0."""
   checks.rate("dropout_rate", dropout_rate)
   if dropout_rate:
     checks.key("dropout_key", dropout_key, f" for dropout_rate = {dropout_rate}")
   chosen = (
     BLOCK_SIZES if block_size is None else {"default": checks.integer("block_size", block_size)}
   )
-  place_bt, (batch, length) = None, queries.shape[:2]
+  place_bt, length = None, queries.shape[1]
   if is_start is not None:
     place_bt = document_places(check_starts(is_start, queries.shape[:2]))
   if window is not None and checks.integer("window", window) < length:
-    if place_bt is None:
-      place_bt = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    if place_bt is None:  # Of all rows, [1, T], so that devices need not exchange any.
+      place_bt = jnp.arange(length, dtype=jnp.int32)[None]
     place_bt = jnp.minimum(place_bt, window - 1)
     if block_size is None:
       chosen = {name: min(size, max(window, BLOCK_SIZES["cpu"])) for name, size in chosen.items()}
