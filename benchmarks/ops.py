@@ -15,6 +15,8 @@ operator chooses. The parts:
                  "plain" is a textbook scan over the lags; attention of 1 and 32 heads
   lengths        the same over lengths and small batches: what `choose_implementation` is read from
   attention      causal and relative attention in tiles, base "whole": all weights at once
+  local          causal attention to the last 256 tokens of 8,192, base "full": to all of them, in
+                 tiles; "whole": with all weights at once
   pooling        `pool_segments` and `upsample_segments`, base "dense": the form of the pooling
                  paper's authors, a matrix [B, T, S]. The middle layers at the capacity found on
                  the device, base "padded" (T + 1 positions); "known" is compiled for the capacity
@@ -205,6 +207,18 @@ def attention(quick: bool) -> Iterator[harness.Case]:
     yield from both(f"{name}, {dtype}" if len(dtypes) > 1 else name, "whole", functions, *arguments)
 
 
+def local(quick: bool) -> Iterator[harness.Case]:
+  batch, length, heads, features, window = (2, 48, 3, 8, 6) if quick else (1, 8192, 2, 64, 256)
+  arguments = [draw(batch, length, heads, features) + i for i in range(3)]
+  functions = {
+    "full": ops.causal_attention,
+    "local": functools.partial(ops.causal_attention, window=window),
+    "whole": functools.partial(ops.causal_attention, block_size=length),
+  }
+  name = f"local attention, B {batch} T {length} H {heads} E {features} w {window}"
+  yield from both(name, "full", functions, *arguments)
+
+
 def dense_weights(index_bt: jax.Array, num_segments: int, axis: int) -> jax.Array:
   """[B, T, S], 1 where index[b, t] is the segment, over their sum along an axis."""
   weights_bts = jax.nn.one_hot(index_bt, num_segments)
@@ -270,7 +284,7 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
     @language_model.nn.compact
     def __call__(self, x_bsd, needed):
       positions = attention_layers.SharedPositions(num_heads, name="relative_positions")
-      layers = language_model.Stack(num_layers, block, has_positions=True)
+      layers = language_model.Stack(num_layers, block)
       return layers(
         x_bsd,
         name="middle",
@@ -301,5 +315,5 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
 
 
 if __name__ == "__main__":
-  PARTS = (products, shift_and_sum, convolution, lengths, attention, pooling)
+  PARTS = (products, shift_and_sum, convolution, lengths, attention, local, pooling)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="ops")

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     def __init__(self, settings: Mapping | None = None): ...
     def __getattr__(self, name: str) -> Any: ...
     def __setattr__(self, name: str, value) -> None: ...
+
+    def to_dict(self, *args, **kwargs) -> dict[str, Any]:
+      """The settings as plain dicts."""
+      ...
+
 else:
   from ml_collections import ConfigDict
 
@@ -206,6 +211,18 @@ def as_tuple(value: Any) -> Any:
   return tuple(map(as_tuple, value)) if isinstance(value, (list, tuple)) else value
 
 
+def in_turn(key: str, mixer: Any) -> dict[str, Any]:
+  """The sections of a mixer's setting by key: of several `key.0`, `key.1`, ...; of None, none."""
+  if isinstance(mixer, list | tuple):
+    return {f"{key}.{i}": section for i, section in enumerate(mixer)}
+  return {} if mixer is None else {key: mixer}
+
+
+def mixer_names(mixer: Any) -> str:
+  """The name of a mixer's setting: "we", or "we,attention" of two in turn."""
+  return ",".join(section["name"] for section in in_turn("", mixer).values())
+
+
 def _full_name(component: Any) -> Any:
   return getattr(component, "__module__", component), getattr(component, "__qualname__", "")
 
@@ -247,6 +264,8 @@ mixers = Registry(
     "dispatcher_multihead": f"{_LAYERS}.dispatcher:MultiHeadDispatcher",
     "attention": f"{_LAYERS}.attention:SelfAttention",
     "relative_attention": f"{_LAYERS}.attention:RelativeAttention",
+    "local_attention": f"{_LAYERS}.local_attention:LocalAttention",
+    "short_convolution": f"{_LAYERS}.short_convolution:ShortConvolution",
     **{name: f"{_LAYERS}.extractors:{name.upper()}" for name in ("she", "he", "we", "me")},
   },
   needs="max_length",
@@ -262,6 +281,7 @@ boundaries = Registry(
     "unigram": f"{_LAYERS}.learned_boundaries:Unigram",
     "entropy": f"{_LAYERS}.learned_boundaries:EntropySpikes",
     "gumbel": f"{_LAYERS}.learned_boundaries:Gumbel",
+    "flexitokens": f"{_LAYERS}.learned_boundaries:FlexiTokens",
     "routing": f"{_LAYERS}.learned_boundaries:Routing",
     "entropy_threshold": f"{_LAYERS}.learned_boundaries:EntropyThreshold",
   },

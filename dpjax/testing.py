@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax.errors import InvalidRngError
 
 from dpjax.layers.mixer import takes_starts
+from dpjax.models.stack import LayersInTurn
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -21,7 +22,7 @@ _DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]  # their lengths, row by row
 
 
 def check_mixer(
-  make: Callable[..., nn.Module],
+  make: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...],
   *,
   width: int = 6,
   max_length: int = 13,
@@ -36,13 +37,14 @@ def check_mixer(
 
   Args:
     make: the mixer's class, or a function; called with `max_length=` and, if the mixer
-      has that field, with `dtype=`. `functools.partial` sets other fields.
+      has that field, with `dtype=`. `functools.partial` sets other fields. Several mixers are
+      checked as those of a stack of layers in turn, with a layer more than there are mixers.
     width: D.
     max_length: the longest T, at least 11.
     reach: the number of positions that an output depends on, itself included; None for all.
     has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
     takes_is_start: whether it takes `is_start`, and so keeps documents of a row apart.
-    dropout: the field with a dropout rate, off by default; "" without one.
+    dropout: the field with a dropout rate, off by default; "" without one, or for several.
     gradients: selects, from a tree like the parameters, those with a nonzero gradient.
     relations: names of `RELATIONS`; None checks all.
 
@@ -51,6 +53,8 @@ def check_mixer(
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
+  if isinstance(make, tuple):
+    make = partial(LayersInTurn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in RELATIONS if relations is None else relations:
@@ -352,7 +356,10 @@ def _documents(case: _Case) -> None:
 def _has(case: _Case, name: str) -> bool:
   """Whether the mixer has a cache or takes `is_start`, which `check_mixer` must be told."""
   method = "init_cache" if name == "has_cache" else "__call__"
-  found = takes_starts(case()) if method == "__call__" else hasattr(case(), method)
+  module = case()
+  mixers = module.stack.make_mixers() if isinstance(module, LayersInTurn) else [module]
+  has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
+  found = all(map(has, mixers))
   given = getattr(case, name)
   _expect(found == given, f"{name}: expected {found}, as the mixer's `{method}`, got {given}")
   return found

@@ -12,6 +12,8 @@ from dpjax.analysis import complexity
 from dpjax.analysis.complexity import Counts, count_operations
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import SelfAttention
+from dpjax.layers.local_attention import LocalAttention
+from dpjax.layers.short_convolution import ShortConvolution
 
 BARE = dict(adjustment=False, output_projection=False)
 # Table 7: multiplications, additions, divisions, exponentiations, parameters, operations.
@@ -65,7 +67,7 @@ def test_tables_5_and_6(mixer, heads, length, width):
 )
 @pytest.mark.parametrize("length", [1, 13])
 def test_tokens_add_up_to_the_sequence(mixer, length, switches):
-  heads = 1 if mixer in complexity.EXTRACTORS else 3
+  heads = 1 if mixer in complexity.ONE_HEAD else 3
   sizes = dict(length=length, width=6, num_heads=heads, **switches)
   steps = [count_operations(mixer, position=1 + i, **sizes) for i in range(length)]
   whole = count_operations(mixer, **sizes)
@@ -116,8 +118,44 @@ def test_equations_24_and_25(mixer):
   assert counts(**BARE) + linear + linear + Counts(7 * 6) == counts()
 
 
+def test_what_reads_few_tokens():
+  sizes = dict(length=7, width=6)
+  whole = count_operations("attention", num_heads=3, **sizes)
+  assert count_operations("local_attention", num_heads=3, reach=7, **sizes) == whole
+  assert count_operations("local_attention", num_heads=3, **sizes) == whole  # of 256
+  # Each of 28 - 10 pairs: a product of queries and keys, and a sum of values.
+  local = count_operations("local_attention", num_heads=3, reach=3, **sizes)
+  assert whole.multiplications - local.multiplications == 2 * 6 * 10
+  assert whole.exponentiations - local.exponentiations == 3 * 10
+  convolution = count_operations("short_convolution", reach=2, **sizes)
+  # Four matrices, two gates, and taps for 7 + 6 pairs.
+  assert convolution.multiplications == 7 * 4 * 36 + 7 * 2 * 6 + 13 * 6
+  assert convolution.additions == 7 * 4 * 30 + 6 * 6
+  with pytest.raises(ValueError, match="^reach: expected None with the mixer we, got 3"):
+    count_operations("we", reach=3, **sizes)
+  with pytest.raises(ValueError, match="^reach: expected an integer of at least 1, got 0"):
+    count_operations("local_attention", reach=0, **sizes)
+
+
+def test_mixers_in_turn_add_up(capsys):
+  sizes = dict(length=7, width=6)
+  one, other = count_operations("we", **sizes), count_operations("attention", num_heads=3, **sizes)
+  pattern = complexity.count_pattern(["we", "attention"], 3, num_heads=3, **sizes)
+  assert pattern == one + other + one
+  complexity.main(
+    "--length=7 --width=6 --num_heads=3 --pattern=we,attention --num_layers=3".split()
+  )
+  line = next(x for x in capsys.readouterr().out.splitlines() if "we, attention in 3 layers" in x)
+  assert f"{pattern.operations:,}" in line
+  for wrong in ("--pattern=we,attentoin", "--num_layers=3", "--pattern=we --num_layers=0"):
+    with pytest.raises(SystemExit, match="^--(mixer|num_layers): expected"):
+      complexity.main(["--width=12", "--num_heads=3", *wrong.split()])
+
+
 LAYERS = {
   "attention": functools.partial(SelfAttention, num_heads=3, use_bias=False),
+  "local_attention": functools.partial(LocalAttention, num_heads=3, use_bias=False),
+  "short_convolution": ShortConvolution,
   "dispatcher": functools.partial(dispatcher.Dispatcher, num_heads=3),
   "dispatcher_multihead": functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3),
 } | {mixer: getattr(extractors, mixer.upper()) for mixer in complexity.EXTRACTORS}
@@ -127,7 +165,7 @@ LAYERS = {
 def test_the_parameters_are_those_of_the_layer(mixer):
   module = LAYERS[mixer](max_length=11)
   shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((2, 11, 12)))
-  heads = 1 if mixer in complexity.EXTRACTORS else 3
+  heads = 1 if mixer in complexity.ONE_HEAD else 3
   counts = count_operations(mixer, length=11, width=12, num_heads=heads)
   assert counts.parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
@@ -135,7 +173,7 @@ def test_the_parameters_are_those_of_the_layer(mixer):
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (dict(mixer="rnn"), "mixer: expected one of attention, .*, me, got rnn"),
+    (dict(mixer="rnn"), "mixer: expected one of attention, .*, me, .*, got rnn"),
     (dict(length=0), "length: expected an integer of at least 1, got 0"),
     (dict(width=2.0), "width: expected an integer of at least 1, got 2.0"),
     (dict(num_heads=-1), "num_heads: expected an integer of at least 1, got -1"),

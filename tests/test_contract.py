@@ -1,5 +1,6 @@
 """The contract of `dpjax.layers.mixer.Mixer`, for every mixer; a new one is a new row."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -7,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers, ops, testing
-from dpjax.layers import Dispatcher, MultiHeadDispatcher, RelativeAttention, SelfAttention
+from dpjax import layers, ops, registry, testing
+from dpjax.layers import (
+  Dispatcher,
+  LocalAttention,
+  MultiHeadDispatcher,
+  RelativeAttention,
+  SelfAttention,
+)
 from tests import helpers
 
 BATCH, LENGTH, WIDTH, HEADS, MAX_LENGTH = 2, 11, 6, 2, 13
@@ -25,6 +32,12 @@ MIXERS = {
   # A base so small that no pair of features is nearly still.
   "rotary attention": (partial(SelfAttention, 3, rotary_base=5.0), WEIGHTS | {"width": 12}),
   "relative attention": (partial(RelativeAttention, HEADS), WEIGHTS),
+  "local attention": (partial(LocalAttention, HEADS, window=4), WEIGHTS | {"reach": 4}),
+  "rotary local attention": (
+    partial(LocalAttention, 3, rotary_base=5.0, window=4),
+    WEIGHTS | {"width": 12, "reach": 4},
+  ),
+  "short convolution": (layers.ShortConvolution, {"reach": 3}),
   "she": (layers.SHE, {}),
   "he": (layers.HE, {}),
   "we": (layers.WE, {}),
@@ -39,6 +52,9 @@ APART = {
   "multihead of one level": ("causality",),
   "attention without biases": ("gradients",),
   "rotary attention": ("documents", "tokens"),
+  "local attention": ("causality", "chunks"),
+  "rotary local attention": ("tokens",),
+  "short convolution": ("causality", "chunks", "documents", "gradients"),
   "he": ("causality", "bfloat16", "gradients"),
   "me": ("causality", "gradients", "single_position"),
   "he's extraction": ("gradients",),
@@ -67,6 +83,43 @@ def test_keeps_the_contract(name, relation):
   make, settings = MIXERS[name]
   settings = dict(width=WIDTH, max_length=MAX_LENGTH, gradients=effective) | settings
   testing.check_mixer(make, relations=[relation], **settings)
+
+
+# With a reach, so that a mixer beside them is seen, too.
+BUILT_IN = {
+  "dispatcher": partial(Dispatcher, HEADS, num_levels=1),
+  "dispatcher_multihead": partial(MultiHeadDispatcher, HEADS, num_levels=1),
+  "attention": partial(SelfAttention, HEADS),
+  "relative_attention": partial(RelativeAttention, HEADS),
+  "local_attention": partial(LocalAttention, HEADS, window=2),
+  "short_convolution": partial(layers.ShortConvolution, num_taps=2),
+  **{name: getattr(layers, name.upper()) for name in ("she", "he", "we", "me")},
+}
+LOCAL = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")
+BY_DEFAULT = ("local_attention", "relative_attention")
+# What a stack adds to its mixers.
+OF_PATTERNS = ("chunks", "documents"), ("causality", "lengths", "tokens", "no_key")
+
+
+@pytest.mark.parametrize(
+  "names, relations",
+  [
+    helpers.slow_unless(pair == BY_DEFAULT and relations is OF_PATTERNS[0], pair, relations)
+    for pair in itertools.combinations_with_replacement(sorted(BUILT_IN), 2)
+    for relations in OF_PATTERNS
+  ],
+)
+def test_two_mixers_in_turn_keep_the_contract(names, relations):
+  reach = 4 if {*names} <= {*LOCAL} else None  # of three layers
+  makers = tuple(BUILT_IN[name] for name in names)
+  sizes = dict(width=WIDTH, max_length=MAX_LENGTH, reach=reach)
+  testing.check_mixer(makers, relations=relations, **sizes)
+
+
+def test_the_table_of_built_in_mixers_is_complete():
+  makers = {name: getattr(make, "func", make) for name, make in BUILT_IN.items()}
+  assert makers == {name: registry.mixers.component(name) for name in makers}
+  assert {*registry.mixers.names()} == {*makers}
 
 
 def draw(length=LENGTH, seed=0):

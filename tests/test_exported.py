@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import registry
 from dpjax.commands import export
 from dpjax.data.tokens import open_tokens
 from dpjax.models import build
@@ -221,7 +222,10 @@ def described(settings, boundaries=None, middle=None, **mixer) -> dict:
   model = dict(config_lib.default_model())
   model |= dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=3, max_length=29)
   model |= dict(positions="none") | settings
-  model["mixer"] = config_lib.mixer(**mixer)
+  names = mixer.pop("name")
+  several = [names] if isinstance(names, str) else names
+  sections = tuple(helpers.component(registry.mixers, name, **mixer) for name in several)
+  model["mixer"] = sections[0] if len(sections) == 1 else sections
   if boundaries:
     model["boundaries"] = config_lib.boundaries(**boundaries)
     model["first"] = {"num_layers": 2, "mixer": config_lib.mixer("attention")}
@@ -239,6 +243,8 @@ CARDS = {
   "she": described(PAPER | dict(use_bias=False), name="she", output_projection=False),
   "he": described(TODAY, name="he", adjustment=False),
   "me": described(PAPER, name="me"),
+  "local": described(TODAY, name="local_attention", num_heads=3, window=5, rotary_base=100.0),
+  "in turn": described(PAPER, name=("short_convolution", "relative_attention"), num_heads=2),
   "fixed": described(PAPER, dict(name="fixed", shortening_factor=3), name="me"),
   "sampled": described(PAPER, dict(name="fixed", offset=0, pooling="last"), name="we"),
   "whitespace": described(OTHER, dict(name="whitespace", **IDS), name="relative_attention"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import registry, testing
+from dpjax import layers, registry, testing
 from tests import helpers
 
 EXAMPLE = helpers.ROOT / "examples/my_mixer"
@@ -160,6 +160,15 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
   message = "(?s)an\nargument of `check_mixer`: a field of that name .*output t"
   with pytest.raises(AssertionError, match=message):
     testing.check_mixer(Decay, relations=["causality"])
+
+
+@pytest.mark.slow
+def test_it_takes_turns_with_a_mixer_of_dpjax(min_gru):
+  with_attention = (min_gru, partial(layers.LocalAttention, 2, window=3))
+  testing.check_mixer(with_attention, relations=["chunks"])
+  message = "(?s)^documents: .*takes_is_start: expected False"
+  with pytest.raises(AssertionError, match=message):
+    testing.check_mixer((layers.ME, Decay), relations=["documents"])
 
 
 @pytest.fixture(scope="module")

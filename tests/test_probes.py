@@ -79,7 +79,7 @@ def test_sizes_are_equal_and_reach_is_what_a_change_reaches(mixer):
   logits = jax.jit(model.apply)(variables, rows, **training.is_start(rows, mixer)).logits[:, -1]
   moves = np.abs(logits[1:] - logits[:1]).max(-1) > 1e-6
   reach = TINY.reach if mixer in training.LIMITED else None
-  assert reach == (None if "attention" in mixer else 6)
+  assert reach == (None if mixer in ("attention", "relative_attention") else 6)
   assert moves.tolist() == [reach is None or 28 - i <= reach for i in range(29)]
 
 

@@ -107,6 +107,17 @@ def test_rendering(pieces, ends, expected):
   assert render(made) == expected
 
 
+def test_enrichment_is_the_surprise_of_tokens_that_begin_segments():
+  ends, surprisals = np.isin(np.arange(5), [1, 2, 4]), np.array([1.0, 3.0, 5.0, 0.5])
+  made = Segmentation([*"abcde"], ends, np.zeros(5), None, surprisals)
+  # Tokens 2 and 3, of 3 and 5 nats; behind the last token there is none.
+  assert made.enrichment() == pytest.approx(4.0 / (9.5 / 4))
+  chance = [made.enrichment(seed=seed) for seed in range(200)]
+  assert np.mean(chance) == pytest.approx(1, abs=0.1) and len({*chance}) > 3
+  assert math.isnan(made._replace(boundaries=ends & False).enrichment())
+  assert math.isnan(made._replace(surprisals=np.full(4, np.inf)).enrichment())
+
+
 def test_the_figure():
   pieces = [*"a $b$\n"]
   entropies = np.array([0.5, 2.0, 0.25, 1.0, 3.0, 0.75])

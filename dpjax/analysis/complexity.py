@@ -5,6 +5,8 @@
 
 l context window, t tokens so far (including the new one), d width, n heads, K levels.
 
+Local attention reads w tokens and a short convolution k of them.
+
 Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
 HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
 sequence of l tokens; token t reads t tokens; a product with a [p, q] matrix takes p q
@@ -27,8 +29,10 @@ from collections.abc import Sequence
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
-MIXERS = ("attention", "dispatcher", "dispatcher_multihead", "she", "he", "we", "me")
 EXTRACTORS = ("she", "he", "we", "me")
+REACHES = {"local_attention": 256, "short_convolution": 3}  # by default as in the layers
+MIXERS = ("attention", "dispatcher", "dispatcher_multihead", *EXTRACTORS, *REACHES)
+ONE_HEAD = (*EXTRACTORS, "short_convolution")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,7 @@ def count_operations(
   num_heads: int = 1,
   adjustment: bool = True,
   output_projection: bool = True,
+  reach: int | None = None,
 ) -> Counts:
   """Counts a sublayer's forward pass over a sequence, or of one more token, Tables 3 to 6.
 
@@ -84,9 +89,10 @@ parameters=128)
     width: d.
     position: t of one more token, from 1 to l, when all tokens before it are cached; None
       counts training. Only the parameters, those of the whole sublayer, then depend on l.
-    num_heads: n, a divisor of d; 1 for the Extractors, which have none.
+    num_heads: n, a divisor of d; 1 for Extractors and short convolutions, which have none.
     adjustment: whether SHE, HE and WE have Eq. 24.
     output_projection: whether they have Eq. 25. HE without both is its extraction alone.
+    reach: w of local attention, k of a short convolution; None: 256, 3.
 
   Raises:
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
@@ -98,26 +104,35 @@ parameters=128)
       raise UserError(f"{name}: expected an integer of at least 1, got {value}")
   if width % num_heads:
     raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
-  if mixer in EXTRACTORS and num_heads != 1:
+  if mixer in ONE_HEAD and num_heads != 1:
     raise UserError(f"num_heads: expected 1 with the mixer {mixer}, got {num_heads}")
   for name, value in {"adjustment": adjustment, "output_projection": output_projection}.items():
     if mixer not in ("she", "he", "we") and not value:
       raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
+  if reach is None:
+    reach = REACHES.get(mixer, length)
+  elif mixer not in REACHES or type(reach) is not int or reach < 1:
+    expected = "an integer of at least 1" if mixer in REACHES else f"None with the mixer {mixer}"
+    raise UserError(f"reach: expected {expected}, got {reach}")
   num_levels = max(1, (length - 1).bit_length())  # as in the layer
   # New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads.
   if position is None:
-    tokens, reads = length, length * (length + 1) // 2
+    tokens, reads = length, sum(min(t, reach) for t in range(1, length + 1))
     level_reads = sum(max(length - 2**level, 0) for level in range(num_levels))
   elif type(position) is int and 1 <= position <= length:
-    tokens, reads, level_reads = 1, position, (position - 1).bit_length()
+    tokens, reads, level_reads = 1, min(position, reach), (position - 1).bit_length()
   else:
     raise UserError(f"position: expected an integer from 1 to the length {length}, got {position}")
-  if mixer == "attention":
+  if mixer in ("attention", "local_attention"):
     linear, each = _linear(tokens, width), num_heads * reads
     scores = Counts(width * reads, (width - num_heads) * reads, divisions=each)
     softmax = Counts(0, num_heads * (reads - tokens), divisions=each, exponentiations=each)
     mixed = Counts(width * reads, width * (reads - tokens))
     return linear + linear + linear + scores + softmax + mixed + linear
+  if mixer == "short_convolution":
+    gated = Counts((reads + 2 * tokens) * width, (reads - tokens) * width, parameters=reach * width)
+    linear = _linear(tokens, width)
+    return linear + linear + linear + gated + linear
   if mixer not in EXTRACTORS:  # A Dispatcher's matrix of a head's size is applied to each head.
     is_multihead = mixer == "dispatcher_multihead"
     heads = 1 if is_multihead else num_heads
@@ -145,12 +160,21 @@ def _linear(times: int, width: int) -> Counts:
   return Counts(times * width**2, times * width * (width - 1), parameters=width**2)
 
 
+def count_pattern(mixers: Sequence[str], num_layers: int, *, num_heads: int, **sizes) -> Counts:
+  """Counts the mixers of a stack of layers, in which they take turns; see `count_operations`."""
+  layers = [mixers[i % len(mixers)] for i in range(num_layers)]
+  heads = [1 if mixer in ONE_HEAD else num_heads for mixer in layers]
+  pairs = zip(layers, heads, strict=True)
+  return sum((count_operations(x, num_heads=n, **sizes) for x, n in pairs), Counts())
+
+
 def table(
   *, length: int, width: int, num_heads: int, position: int | None = None
 ) -> dict[str, Counts]:
-  """Counts every mixer, by row: Table 7 with the Dispatcher; see `count_operations`.
+  """Counts every mixer, by row: Table 7 with the Dispatcher and the later ones.
 
-  Attention and the Dispatchers have a row with 1 head and one with `num_heads`.
+  See `count_operations`. Attention and the Dispatchers have a row with 1 head and one with
+  `num_heads`.
   """
 
   def count(mixer: str, **settings) -> Counts:
@@ -162,6 +186,9 @@ def table(
       rows[f"{name}, {heads} {'head' if heads == 1 else 'heads'}"] = count(mixer, num_heads=heads)
   rows |= {mixer.upper(): count(mixer) for mixer in EXTRACTORS}
   rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
+  for mixer, reach in REACHES.items():
+    heads = 1 if mixer in ONE_HEAD else num_heads
+    rows[f"{mixer.replace('_', ' ')} of {reach}"] = count(mixer, num_heads=heads)
   return rows
 
 
@@ -174,10 +201,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--num_heads", type=int, default=32, help="n, a divisor of d")
   about = "count one more token, the T-th, instead"
   parser.add_argument("--inference", type=int, metavar="T", help=about)
+  parser.add_argument(
+    "--pattern", help="a,b: count a stack of layers with these mixers in turn, too"
+  )
+  parser.add_argument("--num_layers", type=int, help="of the stack; by default one of each")
   given = parser.parse_args(arguments)
   sizes = dict(length=given.length, width=given.width, num_heads=given.num_heads)
   try:
     rows = table(**sizes, position=given.inference)
+    if given.pattern is not None:
+      mixers = given.pattern.split(",")
+      layers = len(mixers) if given.num_layers is None else given.num_layers
+      if layers < 1:
+        raise UserError(f"num_layers: expected at least 1, got {layers}")
+      name = f"{', '.join(mixers)} in {layers} layers"
+      rows[name] = count_pattern(mixers, layers, position=given.inference, **sizes)
+    elif given.num_layers is not None:
+      raise UserError(f"num_layers: expected it with --pattern, got {given.num_layers} alone")
   except UserError as error:
     sys.exit(f"--{error}".replace("--position", "--inference"))
   title = f"Training, forward: {given.length} tokens, width {given.width}"

@@ -5,6 +5,7 @@ Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,18 +101,26 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
 
 
 def mixer_name(config: Mapping[str, Any]) -> str:
-  """The name of a run's token mixer, and how it differs from the mixer's usual form.
+  """The name of a run's token mixers, and how they differ from their usual form.
 
     >>> mixer_name({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
     'attention, 32 heads'
     >>> mixer_name({"model": {"mixer": {"name": "we", "output_projection": False}}})
     'WE, no output projection'
+    >>> mixer_name({"model": {"mixer": [{"name": "we"}, {"name": "attention", "num_heads": 4}]}})
+    'WE + attention, 4 heads'
 
   Raises a `ValueError` if the settings name no mixer.
   """
-  mixer, name = setting(config, "model.mixer"), setting(config, "model.mixer.name")
-  if not isinstance(name, str):
+  mixer = setting(config, "model.mixer")
+  several = mixer if isinstance(mixer, list | tuple) else [mixer]
+  if not several or not all(isinstance(setting(x, "name"), str) for x in several):
     raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
+  return " + ".join(map(_mixer_name, several))
+
+
+def _mixer_name(mixer: Mapping[str, Any]) -> str:
+  name: str = mixer["name"]
   if name in ("she", "he", "we", "me"):
     parts = ("adjustment", "output_projection")
     without = [f"no {part.replace('_', ' ')}" for part in parts if mixer.get(part) is False]
@@ -267,6 +276,7 @@ def group(keys: Iterable[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
 
 def _describe(key: str, value: Any) -> str:
   """A setting for a legend: "learning rate 0.1", "boundaries gumbel"."""
-  name = (key.partition(".")[2] or key).removesuffix(".name").removeprefix("mixer.")
+  name = (key.partition(".")[2] or key).removesuffix(".name")
+  name = re.sub(r"^mixer\.(?!\d)", "", name)
   text = value if isinstance(value, str) else json.dumps(value)
   return f"{name.replace('.', ' ').replace('_', ' ')} {'unset' if value is None else text}"

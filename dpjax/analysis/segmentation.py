@@ -37,12 +37,28 @@ class Segmentation(NamedTuple):
     boundaries: [T], bool; True where a segment ends with the token.
     entropies: [T], float32, nats; the entropy of the model's prediction after the token.
     probabilities: [T], float32; the predictor's probability of a boundary, None without one.
+    surprisals: [T - 1], float32, nats, of each token after the first, given those before it.
   """
 
   pieces: list[str]
   boundaries: np.ndarray
   entropies: np.ndarray
   probabilities: np.ndarray | None
+  surprisals: np.ndarray | None = None
+
+  def enrichment(self, seed: int | None = None) -> float:
+    """The mean surprisal of tokens that begin a segment, with that of all tokens as 1.
+
+    With a seed, of as many tokens drawn at random: chance. nan without a token behind a boundary,
+    or if the model holds one for impossible.
+    """
+    assert self.surprisals is not None
+    begins = self.boundaries[:-1]
+    if seed is not None:
+      begins = np.random.default_rng(seed).permutation(begins)
+    if not (begins.any() and np.isfinite(self.surprisals).all()):
+      return float("nan")
+    return float(self.surprisals[begins].mean() / self.surprisals.mean())
 
 
 def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
@@ -71,11 +87,13 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
     boundaries, logits = output.boundaries, output.boundary_logits
     boundaries = jnp.zeros(tokens_bt.shape) if boundaries is None else boundaries
     probabilities = None if logits is None else jax.nn.sigmoid(logits)
-    rows = boundaries, conditional_entropy(output.logits), probabilities
+    log_p_btv = jax.nn.log_softmax(output.logits.astype(jnp.float32))[:, :-1]
+    surprisals = -jnp.take_along_axis(log_p_btv, tokens_bt[:, 1:, None], axis=2)[..., 0]
+    rows = boundaries, conditional_entropy(output.logits), probabilities, surprisals
     return jax.tree.map(lambda row: row[0].astype(jnp.float32), rows)
 
-  boundaries, entropies, probabilities = jax.device_get(read(run.params, tokens[None]))
-  return Segmentation(split(run.tokenizer, tokens), boundaries > 0.5, entropies, probabilities)
+  boundaries, *others = jax.device_get(read(run.params, tokens[None]))
+  return Segmentation(split(run.tokenizer, tokens), boundaries > 0.5, *others)
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
@@ -160,5 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
       f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
       f"conditional entropy {found.entropies.mean():.4f} nats"
     )
+    if np.isfinite(found.enrichment()):
+      print(
+        f"enrichment {found.enrichment():.4f}: the surprisal of tokens that begin a segment, with "
+        f"that of all as 1; of as many tokens at random {found.enrichment(seed=0):.4f}"
+      )
     if given.out:
       plots.write(draw(found), given.out)

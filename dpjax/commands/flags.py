@@ -46,6 +46,7 @@ def define_config() -> flags.FlagHolder:
   """Defines --config=NAME[:VARIANT] or FILE; --config.KEY=VALUE changes a setting.
 
   A component is chosen by name: --config.model.mixer=we --config.model.mixer.adjustment=False.
+  Several mixers in turn: --config.model.mixer=we,attention --config.model.mixer.1.num_heads=4.
   """
   about = "an experiment's name or file, with :VARIANT if it has variants; or a run's folder"
   return flags.DEFINE_string("config", None, about)
@@ -97,7 +98,8 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
   except (UserError, flags.Error) as error:
-    raise UserError(" ".join(str(error).split())) from error
+    message = re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error))
+    raise UserError(" ".join(message.split())) from error
   if len(rest) > 1:
     raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
   return rest
@@ -129,9 +131,11 @@ def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
     if setting and setting[1] not in known:
       key, _, name = setting[1].rpartition(".")
       registry = config_lib.COMPONENTS.get(config_lib.place(key))
-      if registry is not None and (section := config_lib.get(config, key)):
-        registry.check({**section, name: None}, key)  # Names it.
+      if registry is not None and f"{key}.name" in known:
+        registry.check({**config_lib.get(config, key), name: None}, key)  # Names it.
       raise unknown_setting(setting[1], known)
+  # Of several mixers, model.mixer.1 is model.mixer[1] for ml_collections.
+  others = [re.sub(r"^(--?(?:no)?config\.[\w.]*mixer)\.(\d+)\.", r"\1[\2].", x) for x in others]
   delattr(values, "config")
   settings: Any = config
   config_flags.DEFINE_config_dict("config", settings, flag_values=values, sys_argv=others)
@@ -149,8 +153,15 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
     parent, _, last = key.rpartition(".")
     place = config_lib.place(key)
     for name in names[-1:]:
-      is_none = name == "none" and place in config_lib.OPTIONAL
-      section = None if is_none else config_lib.COMPONENTS[place].defaults(name, key)
+      known = config_lib.COMPONENTS[place]
+      if name == "none" and place in config_lib.OPTIONAL:
+        section = None
+      elif last == "mixer" and "," in name:
+        # A mixer that the configuration has keeps its settings.
+        old = {x["name"]: x for x in config_lib.in_turn(key, config_lib.get(config, key)).values()}
+        section = tuple(old.get(x) or known.defaults(x, key) for x in name.split(","))
+      else:
+        section = known.defaults(name, key)
       config_lib.get(config, parent)[last] = section
   return others
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
   from dpjax.config.checks import check_model as check_model
   from dpjax.config.checks import check_sampling as check_sampling
   from dpjax.config.checks import check_seed as check_seed
+  from dpjax.config.checks import idle_mixers as idle_mixers
   from dpjax.config.checks import steps_in as steps_in
   from dpjax.config.reading import FREE_KEYS as FREE_KEYS
   from dpjax.config.reading import FREE_NAMES as FREE_NAMES
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
   from dpjax.config.sections import schedule as schedule
   from dpjax.config.sections import stages_in as stages_in
   from dpjax.registry import ConfigDict as ConfigDict
+  from dpjax.registry import in_turn as in_turn
+  from dpjax.registry import mixer_names as mixer_names
 else:
   from dpjax import lazy
 

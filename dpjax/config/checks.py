@@ -45,7 +45,7 @@ def check(config: ConfigDict) -> None:
   levels = max(1, (longest - (not sections.is_pooled(config.model))).bit_length())
   for key, section in sections.mixers_in(config.model).items():
     found, expected = section.get("num_levels"), f"at most {levels}, which reach over the window"
-    is_ours = registry.mixers.component(section.name).__module__.startswith("dpjax.")
+    is_ours = registry.mixers.component(section["name"]).__module__.startswith("dpjax.")
     _expect(not is_ours or (found or 1) <= levels, f"{key}.num_levels", expected, found)
   for key in ("train.window", "eval.window"):
     window = sections.get(config, key)
@@ -110,21 +110,23 @@ def _check_stage(key: str, stage: Mapping) -> None:
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
-  for name, section in mixers.items():
-    _check_mixer(name, section, f"{key}.width", stage["width"])
+  for name, mixer in mixers.items():
+    for own, section in registry.in_turn(name, mixer).items():
+      _check_mixer(own, section, f"{key}.width", stage["width"])
   if is_pooled:
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
   unused |= {f"{x}.mixer": (stage[x]["mixer"], None) for x in ("first", "last")}
   for name, (value, usual) in unused.items():
     expected = f"{usual} with {key}.boundaries = none"
-    _expect(value == usual, f"{key}.{name}", expected, getattr(value, "name", value))
+    got = value if value is None or type(value) is int else registry.mixer_names(value)
+    _expect(value == usual, f"{key}.{name}", expected, got)
   expected = f"None with {key}.boundaries = none"
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
 
 
-def _check_mixer(key: str, mixer: Mapping | None, width_key: str, width: int) -> None:
-  if mixer is None or not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
+def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
+  if not registry.mixers.component(mixer["name"]).__module__.startswith("dpjax."):
     return  # Of another's, these names may mean anything.
   heads = mixer.get("num_heads") or 1
   _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
@@ -172,6 +174,18 @@ def _check_data(data: ConfigDict) -> None:
   _expect(language or not data.clean, "data.language", expected, repr(language))
   expected = "'' with a data.path, unless data.clean is True"
   _expect(not (language and data.path) or data.clean, "data.language", expected, repr(language))
+
+
+def idle_mixers(model: Mapping) -> dict[str, str]:
+  """The mixers that no layer has, by stack, where these are more than the layers."""
+  stacks = {"model": (model["mixer"], model["num_layers"])}
+  for key, stage in sections.stages_in(model).items():
+    for x in ("first", "last") if sections.is_pooled(stage) else ():
+      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
+  idle = {
+    key: registry.mixer_names(mixer).split(",")[number:] for key, (mixer, number) in stacks.items()
+  }
+  return {key: ", ".join(names) for key, names in idle.items() if names}
 
 
 def check_seed(seed: int) -> None:

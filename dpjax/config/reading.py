@@ -142,6 +142,10 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str = "") -> ConfigDict
       config[name] = middle()
     if place(key) in COMPONENTS and isinstance(value, Mapping):
       config[name] = COMPONENTS[place(key)].from_dict(value, key)
+    elif COMPONENTS.get(place(key)) is registry.mixers and isinstance(value, list | tuple):
+      check_type(key, value, config[name])
+      several = registry.in_turn(key, value).items()
+      config[name] = tuple(registry.mixers.from_dict(x, own) for own, x in several)
     elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
       _fill(config[name], value, f"{key}.")
     else:

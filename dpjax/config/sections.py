@@ -3,13 +3,15 @@
 A file of `configs/` starts from `default()`. Of each duration, set one unit: steps or epochs.
 """
 
+import copy
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from dpjax import registry
 from dpjax.errors import UserError, unknown_setting
-from dpjax.registry import ConfigDict
+from dpjax.registry import ConfigDict, in_turn
 
 # The sections that are a component, with its settings.
 COMPONENTS = {
@@ -28,25 +30,59 @@ OPTIONAL = ("model.first.mixer", "model.last.mixer", "model.middle")
 
 
 class Section(ConfigDict):
-  """Takes a component's name for its section: `mixer = "we"` is `mixer = mixer("we")`."""
+  """Takes a component's name for its section: `mixer = "we"` is `mixer = mixer("we")`.
+
+  Several mixers in turn are a tuple of sections: `mixer = ("we", mixer("attention"))`, or
+  "we,attention".
+  """
 
   def __setitem__(self, key, value):
-    if key in _BY_NAME and isinstance(value, str):
-      value = _BY_NAME[key].defaults(value)
+    if key in _BY_NAME and isinstance(value, str | list | tuple):
+      value = _section(_BY_NAME[key], value)
     elif isinstance(self.get(key), Section) and type(value) is ConfigDict:
       value = Section(value)
-    super().__setitem__(key, value)
+    if key == "mixer":  # from one to several, or back
+      with self.ignore_type():
+        super().__setitem__(key, value)
+    else:
+      super().__setitem__(key, value)
 
   def update(self, *other, **kwargs):
     """As of a ConfigDict; also takes components, by their names or sections."""
     for given in (*other, kwargs):
-      whole = {key for key in _BY_NAME if isinstance(given.get(key), str | ConfigDict)}
+      kinds = str | ConfigDict | list | tuple
+      whole = {key for key in _BY_NAME if isinstance(given.get(key), kinds)}
       for key in whole:
         self[key] = given[key]
       super().update({key: given[key] for key in given if key not in whole} if whole else given)
 
+  def to_dict(self, *args, **kwargs):
+    """As of a ConfigDict, with several mixers as a list of dicts."""
+    plain = super().to_dict(*args, **kwargs)
+    for key, value in plain.items():
+      if key in _BY_NAME and isinstance(value, tuple):
+        plain[key] = [dict(x) if _is_section(x) else x for x in value]
+    return plain
+
   def __eq__(self, other):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
+
+
+def _section(known: registry.Registry, value: Any) -> Any:
+  """The section of a name, and of several mixers a tuple of sections, copied."""
+  if known is not registry.mixers:
+    return known.defaults(value) if isinstance(value, str) else value
+  several = value.split(",") if isinstance(value, str) else value
+  # Copies, with the types of what is None.
+  sections = tuple(
+    known.defaults(x) if isinstance(x, str) else ConfigDict(x) if isinstance(x, dict) else x
+    for x in map(copy.deepcopy, several)
+  )
+  return sections[0] if len(sections) == 1 else sections
+
+
+def _is_section(value: Any) -> bool:
+  return isinstance(value, Mapping | ConfigDict)
 
 
 _BY_NAME = {key.rpartition(".")[2]: registry for key, registry in COMPONENTS.items()}
@@ -56,6 +92,10 @@ def mixer(name: str, **settings) -> ConfigDict:
   """The section of a token mixer: its name, and all of its settings.
 
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
+
+  Layers may have several mixers in turn:
+
+    config.model.mixer = ("we", dpjax.config.mixer("attention", num_heads=8))
 
   A `UserError` if the name or a setting is unknown, or a value has the wrong type.
   """
@@ -262,16 +302,19 @@ def stages_in(model: Mapping) -> dict[str, Mapping]:
 
 def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
   """The mixers of a model by section: its own and, with pooling, those of first and last."""
-  sections = {"model.mixer": model["mixer"]}
+  found = in_turn("model.mixer", model["mixer"])
   for key, stage in stages_in(model).items():
     if is_pooled(stage):
-      sections |= {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last")}
-  return {key: section for key, section in sections.items() if section is not None}
+      for x in ("first", "last"):
+        found |= in_turn(f"{key}.{x}.mixer", stage[x]["mixer"])
+  return found
 
 
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:
   """The modules that registered the components of a configuration, for --plugin."""
-  given = {key: section for key in component_keys(config) if (section := get(config, key))}
+  given = {
+    x: y for key in component_keys(config) for x, y in in_turn(key, get(config, key)).items()
+  }
   found = {COMPONENTS[place(key)].origin(section["name"]) for key, section in given.items()}
   return tuple(sorted(filter(None, found)))
 
@@ -290,7 +333,10 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
   """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
   flat = {}
   for key, value in config.items():
-    if isinstance(value, Mapping | ConfigDict):
+    if isinstance(value, list | tuple) and any(map(_is_section, value)):
+      for place, section in in_turn(f"{prefix}{key}", value).items():
+        flat |= flatten(section, f"{place}.")
+    elif isinstance(value, Mapping | ConfigDict):
       flat |= flatten(value, f"{prefix}{key}.")
     else:
       flat[prefix + key] = registry.as_tuple(value)
@@ -298,15 +344,18 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
 
 
 def get(config, key: str) -> Any:
-  """The setting of a full name, such as `model.mixer.num_heads`."""
+  """The setting of a full name, such as `model.mixer.num_heads`, or `model.mixer.1.num_heads`."""
   for part in key.split("."):
-    config = config[part]
+    config = config[int(part) if isinstance(config, tuple) else part]
   return config
 
 
 def place(key: str) -> str:
-  """The name in the model of a middle's setting: `model.middle.first` -> `model.first`."""
-  return key.replace("middle.", "")
+  """The name in the model of a middle's setting: `model.middle.first` -> `model.first`.
+
+  Also of one of several mixers: `model.mixer.1` -> `model.mixer`.
+  """
+  return re.sub(r"middle\.|\.\d+$", "", key)
 
 
 def component_keys(config: Mapping, prefix: str = "") -> list[str]:
@@ -330,8 +379,9 @@ def check_keys(config, known, prefix: str) -> None:
     is_middle = place(key) == "model.middle" and value is not None
     usual = middle() if is_middle else known[name]
     check_type(key, value, usual)
-    if place(key) in COMPONENTS and value is not None:
-      COMPONENTS[place(key)].check(value, key)
+    if place(key) in COMPONENTS:
+      for own, section in in_turn(key, value).items():
+        COMPONENTS[place(key)].check(section, own)
     elif isinstance(usual, ConfigDict):
       check_keys(value, usual, f"{key}.")
   if missing := sorted(f"{prefix}{name}" for name in known if name not in config):
@@ -344,6 +394,10 @@ def check_type(key: str, value, usual) -> None:
     return
   if place(key) not in COMPONENTS and not isinstance(usual, ConfigDict):
     registry.check_value(key, value, registry.Setting(type(usual), usual, False))
+  elif COMPONENTS.get(place(key)) is registry.mixers and isinstance(value, list | tuple) and value:
+    for own, section in in_turn(key, value).items():
+      if not _is_section(section):
+        raise UserError(f"{own}: expected a section of settings, got {section!r}")
   elif not isinstance(value, ConfigDict):
     last = key.rpartition(".")[2]
     is_made = isinstance(value, str) and (place(key) in COMPONENTS or last == "middle")

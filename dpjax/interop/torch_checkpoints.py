@@ -268,7 +268,7 @@ def _table_of(model: Mapping) -> Table | None:
   mixer, *others = {section["name"] for section in config_lib.mixers_in(model).values()}
   kind, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = kind in ("unigram", "entropy", "gumbel")
-  if others or model["middle"] is not None:
+  if others or isinstance(model["mixer"], tuple) or model["middle"] is not None:
     return None
   if mixer == "relative_attention" and model["positions"] == "none":
     if kind != "none":

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
   from dpjax.layers.extractors import SHE as SHE
   from dpjax.layers.extractors import WE as WE
   from dpjax.layers.learned_boundaries import EntropySpikes as EntropySpikes
+  from dpjax.layers.learned_boundaries import FlexiTokens as FlexiTokens
   from dpjax.layers.learned_boundaries import Gumbel as Gumbel
   from dpjax.layers.learned_boundaries import Routing as Routing
   from dpjax.layers.learned_boundaries import Unigram as Unigram
+  from dpjax.layers.local_attention import LocalAttention as LocalAttention
   from dpjax.layers.mixer import Mixer as Mixer
   from dpjax.layers.mixer import check_input as check_input
+  from dpjax.layers.short_convolution import ShortConvolution as ShortConvolution
 else:
   from dpjax import lazy
 

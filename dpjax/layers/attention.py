@@ -65,15 +65,10 @@ class SelfAttention(nn.Module):
     sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
     mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
-    if self.rotary_base is not None:
-      angles = self._angles(self.rotary_base, q.shape, cache, is_start)
-      q, k = ops.rotate(q, angles), ops.rotate(k, angles)
-    q, k, v = (ops.as_factor(x) for x in (q, k, v))
     if cache is None:
-      drop = _dropout(self, deterministic)
-      y_bthe = ops.causal_attention(q, k, v, is_start=is_start, **drop)
+      y_bthe = self._attend(q, k, v, is_start, **_dropout(self, deterministic))
     else:
-      y_bthe, cache = ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
+      y_bthe, cache = self._attend_cached(q, k, v, cache, lengths)
     out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
     y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
@@ -81,6 +76,21 @@ class SelfAttention(nn.Module):
   def init_cache(self, batch: int, width: int) -> ops.AttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     return _init_cache(self, batch, width)
+
+  def _attend(self, q, k, v, is_start, **options) -> jax.Array:
+    q, k, v = self._factors(q, k, v, None, is_start)
+    return ops.causal_attention(q, k, v, is_start=is_start, **options)
+
+  def _attend_cached(self, q, k, v, cache, lengths) -> tuple[jax.Array, ops.AttentionCache]:
+    q, k, v = self._factors(q, k, v, cache, None)
+    return ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
+
+  def _factors(self, q, k, v, cache, is_start) -> list[jax.Array]:
+    """The arrays as products take them, and rotated where positions are rotary."""
+    if self.rotary_base is not None:
+      angles = self._angles(self.rotary_base, q.shape, cache, is_start)
+      q, k = ops.rotate(q, angles), ops.rotate(k, angles)
+    return [ops.as_factor(x) for x in (q, k, v)]
 
   def _angles(self, base: float, shape, cache, is_start) -> jax.Array:
     """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""

@@ -8,6 +8,7 @@ Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,6 +57,8 @@ class Boundaries(nn.Module):
       `train.accumulate_steps`.
     pooling: "mean", or "last" (sub-sampling). A field of some kinds.
     num_capacities: the number of lengths for which the middle is compiled. A field of some kinds.
+    rate_schedule: () or (first, updates): the aim of the loss is `first` at update 0, and reaches
+      its own value linearly, after that many updates. A field of some kinds.
   """
 
   needs_text: ClassVar[bool] = False
@@ -68,8 +71,11 @@ class Boundaries(nn.Module):
   reads_share: ClassVar[bool] = False
   pooling = "mean"
   num_capacities = 1
+  rate_schedule = ()
 
   def __post_init__(self):
+    if self.rate_schedule:
+      check_schedule(self.rate_schedule)
     checks.choice("pooling", self.pooling, METHODS)
     checks.integers(num_capacities=self.num_capacities)
     for name in ("space_ids", "end_ids"):
@@ -172,13 +178,23 @@ class Boundaries(nn.Module):
     """[B], the number of segments that end in each of the host's rows [B, T]; None if unknown."""
     return None
 
+  def aim(self, last: float, batch: Mapping[str, jax.Array]) -> Any:
+    """The aim of a loss by `rate_schedule`, at the batch's "update"; in evaluation the last."""
+    schedule: Any = self.rate_schedule
+    if not schedule or "update" not in batch:
+      return last
+    first, updates = schedule
+    done = jnp.clip(batch["update"].astype(jnp.float32) / updates, 0, 1)
+    return first + (last - first) * done
+
   def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
       output: `dpjax.models.LanguageModelOutput`.
-      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T], and
-        "boundary_share", that of the whole batch of which this is a part.
+      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T],
+        "boundary_share", that of the whole batch of which this is a part, and in training
+        "update", the number of updates before.
 
     Returns the sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
@@ -285,6 +301,15 @@ class SpaceByte(Boundaries):
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
     begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
+
+
+def check_schedule(schedule: Any) -> None:
+  """Raises a `ValueError` unless a `rate_schedule` is (first, updates)."""
+  expected = "() or (first, updates), as (0.4, 1000)"
+  is_pair = isinstance(schedule, tuple) and len(schedule) == 2
+  is_right = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int
+  if not (is_right and math.isfinite(schedule[0]) and 1 <= schedule[1] < 2**31):
+    raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
 
 
 def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """Kinds of boundaries found by a predictor, a router or another model."""
 
 import hashlib
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -117,6 +118,7 @@ class Gumbel(_Predicted):
     sample: whether to draw in evaluation, too, as in the authors' code; else round (Sec. 3.1).
     space_ids: the reference for the boundaries' scores: tokens that end words; () takes the
       tokenizer's.
+    rate_schedule: () or (first, updates): `prior` begins as `first`, and is reached linearly.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -127,11 +129,15 @@ class Gumbel(_Predicted):
   sample: bool = False
   space_ids: tuple[int, ...] = ()
   num_capacities: int = 8
+  rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     checks.number("temperature", self.temperature, "above 0", lambda x: x > 0)
     checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
     super().__post_init__()
+    if self.rate_schedule and not 0 < self.rate_schedule[0] < 1:
+      expected = "() or (first, updates) with first in (0, 1)"
+      raise ValueError(f"rate_schedule: expected {expected}, got {self.rate_schedule}")
 
   @property
   def draws_in_evaluation(self) -> bool:
@@ -152,10 +158,43 @@ class Gumbel(_Predicted):
   def loss(self, output, batch):
     weights, targets = batch["weights"], None
     given = dict(weights=weights, is_start=batch.get("is_start"))
-    nats_b = ops.binomial_prior_loss(output.boundaries.astype(jnp.float32), self.prior, **given)
+    loss_b = self._of_rows(output.boundaries.astype(jnp.float32), batch, given)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
-    return jnp.sum(nats_b * jnp.sum(weights, axis=1)), targets
+    return jnp.sum(loss_b * jnp.sum(weights, axis=1)), targets
+
+  def _of_rows(self, boundaries, batch, given) -> jax.Array:
+    return ops.binomial_prior_loss(boundaries, self.aim(self.prior, batch), **given)
+
+
+class FlexiTokens(Gumbel):
+  """Gumbel's predictor with a range of rates in place of a prior, `dpjax.ops.rate_bounds_loss`.
+
+  A row's rate of boundaries costs by how much it is above `prior`, or below
+  `prior - num_deviations * deviation`; between them texts find their own.
+
+  Attributes:
+    prior: alpha, the highest rate of boundaries that costs nothing, in (0, 1).
+    deviation: sigma, a standard deviation of rates, measured on text.
+    num_deviations: lambda; the lowest rate is so many deviations below.
+
+  The others are those of `Gumbel`.
+
+  Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
+  """
+
+  deviation: float = 0.02
+  num_deviations: float = 3.0
+
+  def __post_init__(self):
+    for name in ("deviation", "num_deviations"):
+      checks.number(name, getattr(self, name), "at least 0", lambda x: 0 <= x < math.inf)
+    super().__post_init__()
+
+  def _of_rows(self, boundaries, batch, given) -> jax.Array:
+    highest = self.aim(self.prior, batch)
+    lowest = highest - self.num_deviations * self.deviation
+    return ops.rate_bounds_loss(boundaries, highest, lowest, **given)
 
 
 class Routing(Boundaries):
@@ -169,6 +208,7 @@ class Routing(Boundaries):
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
     weight: the weight of the ratio loss.
+    rate_schedule: () or (first, updates): `factor` begins as `first`, and is reached linearly.
     width: D.
     dtype: the dtype of the router's projections; the rest is float32.
 
@@ -185,11 +225,15 @@ class Routing(Boundaries):
   weight: float = 0.03
   num_capacities: int = 8
   dtype: jnp.dtype = jnp.float32
+  rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     checks.number("factor", self.factor, "above 1", lambda x: x > 1)
     checks.number("weight", self.weight, "at least 0", lambda x: x >= 0)
     super().__post_init__()
+    if self.rate_schedule and not self.rate_schedule[0] > 1:
+      expected = "() or (first, updates) with first above 1"
+      raise ValueError(f"rate_schedule: expected {expected}, got {self.rate_schedule}")
 
   def setup(self):
     """Initialises the router to the cosine of neighbouring vectors, and the residual to 0."""
@@ -226,7 +270,8 @@ class Routing(Boundaries):
   def loss(self, output, batch):
     weights, share = batch["weights"], batch.get("boundary_share")
     found = output.boundaries, output.boundary_probabilities
-    ratio = ops.ratio_loss(*found, self.factor, weights=weights, share=share)
+    factor = self.aim(self.factor, batch)
+    ratio = ops.ratio_loss(*found, factor, weights=weights, share=share)
     return self.weight * ratio * jnp.sum(weights), None
 
 

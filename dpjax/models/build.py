@@ -15,7 +15,8 @@ from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass, PooledMiddle
-from dpjax.models.language_model import LanguageModel, Stack
+from dpjax.models.language_model import LanguageModel
+from dpjax.models.stack import Stack
 from dpjax.registry import ConfigDict
 
 # A model made in Python, or a function of `config.model` that makes one; None: the settings'.
@@ -119,32 +120,31 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
     )
 
 
-def _stack(model: Mapping, mixer: Mapping | None, num_layers: int, extra_length: int) -> Stack:
-  make_mixer = registry.mixers.maker(
-    mixer or model["mixer"],
+def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> Stack:
+  given: dict[str, Any] = dict(
     max_length=model["max_length"] + extra_length,
     position_dropout=model["dropout"],
     init_std=model["init_std"],
     dtype=jnp.dtype(model["dtype"]),
   )
-  make_block = partial(
-    blocks.Block,
-    make_mixer=make_mixer,
-    hidden_width=model["feed_forward_width"],
-    **_common(model, "norm", "activation", "dropout", "hidden_dropout"),
-  )
-  return Stack(
-    num_layers,
-    make_block,
-    has_positions=hasattr(make_mixer.func, "make_positions"),
-    scan_layers=model["scan_layers"],
-    remat=model["remat"],
-  )
+  common = _common(model, "norm", "activation", "dropout", "hidden_dropout")
+  make_blocks = [
+    partial(
+      blocks.Block,
+      make_mixer=registry.mixers.maker(section, **given),
+      hidden_width=model["feed_forward_width"],
+      **common,
+    )
+    for section in config_lib.in_turn("", mixer or model["mixer"]).values()
+  ]
+  make_block = make_blocks[0] if len(make_blocks) == 1 else tuple(make_blocks)
+  return Stack(num_layers, make_block, scan_layers=model["scan_layers"], remat=model["remat"])
 
 
 def _make_positions(stacks: Sequence[Stack]) -> partial | None:
   """Makes the positions that mixers share, if there are such mixers."""
-  made = [stack.make_mixer().make_positions() for stack in stacks if stack.has_positions]
+  mixers = [mixer for stack in stacks for mixer in stack.make_mixers()]
+  made = [mixer.make_positions() for mixer in mixers if hasattr(mixer, "make_positions")]
   for other in made[1:]:
     if (other.func, other.keywords) != (made[0].func, made[0].keywords):
       raise UserError(

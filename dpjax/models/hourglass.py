@@ -28,7 +28,7 @@ from dpjax.layers import blocks, initializers
 from dpjax.layers.boundaries import Boundaries
 from dpjax.layers.mixer import check_takes_starts
 from dpjax.models.hourglass_cache import HourglassCache, pool_at_boundaries, read_segments
-from dpjax.models.language_model import Stack
+from dpjax.models.stack import Stack
 
 
 class StageBoundaries(NamedTuple):

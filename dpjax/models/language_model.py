@@ -1,7 +1,6 @@
 """Embedding -> blocks -> logits. B batch, T position, D width, V vocabulary."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,135 +10,9 @@ from jax.typing import ArrayLike
 
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
+from dpjax.models.stack import Stack
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-  """Equal blocks with stacked parameters, [num_layers, ...], scanned or unrolled."""
-
-  num_layers: int
-  make_block: Callable[..., nn.Module]  # makes a `dpjax.layers.blocks.Block` from its `name`
-  has_positions: bool = False  # whether its mixers take `positions` that layers share
-  scan_layers: bool = True  # whether to compile one layer and loop over it
-  remat: bool = False  # whether to keep only each layer's input for the gradient
-
-  def __call__(
-    self,
-    x_btd: jax.Array,
-    *,
-    name: str,
-    deterministic: bool,
-    positions: nn.Module | None = None,
-    sizes: Sequence[int] = (),
-    needed: jax.Array | None = None,
-    is_start: jax.Array | None = None,
-  ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]; call it within a compact method of the module around.
-
-    Args:
-      x_btd: [B, T, D].
-      name: the name of the parameters in that module.
-      deterministic: False in training.
-      positions: from `dpjax.layers.attention.SharedPositions`, if the mixers share them.
-      sizes: the capacities of `dpjax.ops.run_at_capacity`; () for T alone.
-      needed: see `dpjax.ops.run_at_capacity`.
-      is_start: see `LanguageModel`.
-    """
-    shared = None
-    if self.has_positions and positions is not None:
-      shared = positions(x_btd.shape[1], x_btd.shape[2], deterministic=deterministic)
-
-    def apply_block(block, x_btd, _):
-      # Parameters are made by a direct call, which any capacity would make alike.
-      if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_mixer_arguments(shared, is_start)), None
-      has_key = not deterministic and block.has_rng("dropout")
-      key = block.make_rng("dropout") if has_key else None
-      free = block.clone(parent=None)
-
-      def at_capacity(x_btd, params, shared, key, is_start):
-        starts = None if is_start is None else is_start[:, : x_btd.shape[1]]
-        given = _mixer_arguments(shared, starts)
-        given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
-        return free.apply({"params": params}, x_btd, **given)
-
-      arguments = block.variables["params"], shared, key, is_start
-      return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments), None
-
-    if self.remat and len(sizes) < 2:
-      # Within a scan the loop itself keeps the two passes apart.
-      apply_block = nn.remat(apply_block, prevent_cse=not self.scan_layers)
-    scan = nn.scan(
-      apply_block,
-      variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True},
-      length=self.num_layers,
-      unroll=1 if self.scan_layers else self.num_layers,
-    )
-    return scan(self.make_block(name=name), x_btd, None)[0]
-
-  def with_caches(
-    self, width: int, *, name: str, positions: nn.Module | None = None
-  ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """A function, (x_btd, caches, lengths) -> [B, T, D], new caches, also for `lax.while_loop`."""
-    block = self.make_block(name=name)
-    params, free = block.variables["params"], block.clone(parent=None)
-    layers = params if "0" in params else self.unstack(params)
-    shared = None
-    if self.has_positions and positions is not None:
-      shared = positions(self.make_mixer().max_length, width)
-
-    def apply_block(x_btd, params, cache, lengths) -> Any:
-      given = _mixer_arguments(shared, None)
-      return free.apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
-
-    def function(x_btd, caches, lengths=None):
-      if x_btd.shape[1] > 1 and self.scan_layers:
-        stacked = jax.tree.map(
-          lambda *x: jnp.stack(x), *((layers[str(i)], cache) for i, cache in enumerate(caches))
-        )
-        x_btd, after = jax.lax.scan(
-          lambda x_btd, layer: apply_block(x_btd, layer[0], layer[1], lengths), x_btd, stacked
-        )
-        return x_btd, tuple(_layer(after, i) for i in range(self.num_layers))
-      # A loop would copy each layer's parameters and cache, for every single token.
-      after = []
-      for i, cache in enumerate(caches):
-        x_btd, cache = apply_block(x_btd, layers[str(i)], cache, lengths)
-        after.append(cache)
-      return x_btd, tuple(after)
-
-    return function
-
-  def unstack(self, params: Mapping) -> dict:
-    """A copy of the parameters, separate for each layer, under "0", "1", ...."""
-    return {str(i): _layer(params, i) for i in range(self.num_layers)}
-
-  @property
-  def has_cache(self) -> bool:
-    """Whether its mixers have a cache."""
-    return hasattr(self.make_mixer(), "init_cache")
-
-  def init_cache(self, batch: int, width: int) -> tuple:
-    """A cache for each layer, for B rows of width D."""
-    return tuple(self.make_mixer().init_cache(batch, width) for _ in range(self.num_layers))
-
-  def make_mixer(self) -> Any:
-    """A mixer of the blocks, without parameters."""
-    block: Any = self.make_block
-    return block.keywords["make_mixer"](parent=None)
-
-
-def _mixer_arguments(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
-  """The arguments that a mixer may lack, unless they are None."""
-  given = {"positions": positions, "is_start": is_start}
-  return {name: value for name, value in given.items() if value is not None}
-
-
-def _layer(tree: Any, i: int) -> Any:
-  return jax.tree.map(lambda x: x[i], tree)
 
 
 class LanguageModelCache(NamedTuple):

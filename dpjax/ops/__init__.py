@@ -14,10 +14,12 @@ from dpjax.ops.attention import rotate as rotate
 from dpjax.ops.attention_cache import AttentionCache as AttentionCache
 from dpjax.ops.attention_cache import causal_attention_cached as causal_attention_cached
 from dpjax.ops.attention_cache import init_attention_cache as init_attention_cache
+from dpjax.ops.attention_cache import local_attention_cached as local_attention_cached
 from dpjax.ops.attention_cache import relative_attention_cached as relative_attention_cached
 from dpjax.ops.boundaries import binomial_prior_loss as binomial_prior_loss
 from dpjax.ops.boundaries import fixed_boundaries as fixed_boundaries
 from dpjax.ops.boundaries import gumbel_sigmoid as gumbel_sigmoid
+from dpjax.ops.boundaries import rate_bounds_loss as rate_bounds_loss
 from dpjax.ops.boundaries import spacelike_boundaries as spacelike_boundaries
 from dpjax.ops.boundaries import whitespace_boundaries as whitespace_boundaries
 from dpjax.ops.capacity import capacities as capacities
@@ -63,6 +65,11 @@ from dpjax.ops.shift_and_sum import init_shift_and_sum_cache as init_shift_and_s
 from dpjax.ops.shift_and_sum import num_levels as num_levels
 from dpjax.ops.shift_and_sum import shift_and_sum as shift_and_sum
 from dpjax.ops.shift_and_sum import shift_and_sum_cached as shift_and_sum_cached
+from dpjax.ops.short_convolution import (
+  init_short_convolution_cache as init_short_convolution_cache,
+)
+from dpjax.ops.short_convolution import short_convolution as short_convolution
+from dpjax.ops.short_convolution import short_convolution_cached as short_convolution_cached
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
   name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from dpjax.ops import checks
+from dpjax.ops.attention import causal_attention, rotary_angles, rotate
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
 from dpjax.ops.products import product
@@ -189,7 +190,84 @@ def relative_attention_cached(
   return _zero_padding(outputs_bche, lengths), cache
 
 
-def _check(queries, keys, values, cache: AttentionCache, lengths) -> tuple:
+@automatic_axes
+def local_attention_cached(
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  cache: AttentionCache,
+  *,
+  lengths: ArrayLike | None = None,
+  rotary_base: float | None = None,
+) -> tuple[jax.Array, AttentionCache]:
+  """Attends from every token to itself and the last tokens, M in all.
+
+  In the letters of `causal_attention_cached`,
+
+    weights[b, h, c, s] = softmax over t - M < s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
+    output[b, c, h]     = sum over t - M < s <= t of weights[b, h, c, s] v[b, s, h]
+
+  which is `causal_attention` with a window of M. The cache is a ring; chunks and rows may have any
+  length. One row of one feature, with M = 3 and equal weights:
+
+    cache:  values [[6 4 2]]  length [3]
+    chunk:  values [[9 1]]
+    output: [[5 4]], the means of 4 2 9 and of 2 9 1
+    cache:  values [[9 1 2]]  length [5]
+
+  Scores of tokens rotated by `rotate` depend on distances alone, so the cache holds keys as they
+  are, and a `rotary_base` rotates them as they are read, however far a row goes.
+
+  The other arguments, the results and the errors are those of `causal_attention_cached`.
+  """
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
+  if rotary_base is not None:
+    checks.number("rotary_base", rotary_base, "None or a number above 0", lambda x: 0 < x < np.inf)
+  chunk, window = queries.shape[1], cache.keys.shape[2]
+  index_c = jnp.arange(chunk, dtype=jnp.int32)
+  place_bc = (cache.length[:, None] + index_c[None]) % window
+
+  def turn(x_bnhe, place_bn):
+    if rotary_base is None:
+      return x_bnhe
+    table = rotary_angles(window - 1 + chunk, x_bnhe.shape[3], rotary_base)
+    return rotate(x_bnhe, jnp.asarray(table)[place_bn])
+
+  if chunk == 1:
+    # Written before it is read, or XLA would copy the cache at every step.
+    after = _append(keys, values, cache, place_bc, lengths)
+    age_bm = (cache.length[:, None] - jnp.arange(window, dtype=jnp.int32)[None]) % window
+    all_keys = turn(after.keys.astype(queries.dtype).swapaxes(1, 2), window - 1 - age_bm)
+    q_b1he = turn(queries, jnp.full_like(place_bc, window - 1))
+    sees_b1m = (age_bm <= cache.length[:, None])[:, None]
+    scores_bh1m = _scores(q_b1he, all_keys.swapaxes(1, 2))
+    outputs = _attend(scores_bh1m, sees_b1m, [after.values], values.dtype)
+    return _zero_padding(outputs, lengths), after
+  num_past = window - 1
+  past_bp = cache.length[:, None] - num_past + jnp.arange(num_past, dtype=jnp.int32)[None]
+
+  def with_past(kept_bhme, own_bche):
+    past_bhpe = jnp.take_along_axis(kept_bhme, (past_bp % window)[:, None, :, None], axis=2)
+    own_bche = _zero_padding(own_bche, lengths).astype(kept_bhme.dtype)
+    return jnp.concatenate([past_bhpe.swapaxes(1, 2), own_bche], axis=1).astype(queries.dtype)
+
+  place_n = jnp.arange(num_past + chunk, dtype=jnp.int32)[None]
+  q_bnhe = jnp.pad(queries, ((0, 0), (num_past, 0), (0, 0), (0, 0)))
+  k_bnhe, v_bnhe = with_past(cache.keys, keys), with_past(cache.values, values)
+  # The row begins behind the places that no token has filled yet.
+  first_b1 = num_past - jnp.minimum(cache.length, num_past)[:, None]
+  is_start = ((place_n == 0) | (place_n == first_b1)).astype(jnp.int32)
+  outputs = causal_attention(
+    turn(q_bnhe, place_n), turn(k_bnhe, place_n), v_bnhe, is_start=is_start, window=window
+  )[:, num_past:]
+  # Of a long chunk only the last M tokens stay.
+  num_new = chunk if lengths is None else jnp.reshape(lengths, (-1, 1))
+  place_bc = jnp.where(index_c[None] >= num_new - window, place_bc, window)
+  cache = _append(keys, values, cache, place_bc, lengths)
+  return _zero_padding(outputs.astype(values.dtype), lengths), cache
+
+
+def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool = False) -> tuple:
   """The arguments but the cache as arrays, the lengths as int32."""
   sizes: dict[str, int] = {}
   (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1"))
@@ -199,7 +277,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths) -> tuple:
   kept = dict(keys="B H M E", values="B H M E", length=("B", jnp.int32))
   checks.record("cache", cache, AttentionCache, sizes, **kept)
   chunk, max_length = sizes["C"], sizes["M"]
-  if chunk > max_length:
+  if chunk > max_length and not is_ring:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )

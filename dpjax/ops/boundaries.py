@@ -184,14 +184,61 @@ def binomial_prior_loss(
 
   Args:
     boundaries: [B, T], zeros and ones; floats get a gradient.
-    alpha: the prior probability of a boundary, in (0, 1).
+    alpha: the prior probability of a boundary, in (0, 1); it may be traced.
     weights: [B, T], 1 where a token counts, else 0. None means that all count.
     is_start: [B, T]; a row's loss is the mean of its documents', weighted by L.
 
   Returns [B], nats per token, float32, or float64 for such boundaries; 0 for a row in which no
   token counts. Source: Eq. 7.
   """
-  checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1)
+  checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
+  log, log1p = (math.log, math.log1p) if checks.is_known(alpha) else (jnp.log, jnp.log1p)
+
+  def nats(ones, total):
+    log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
+    return -(log_choices + ones * log(alpha) + (total - ones) * log1p(-alpha))
+
+  return _of_rows(nats, boundaries, weights, is_start)
+
+
+def rate_bounds_loss(
+  boundaries: ArrayLike,
+  highest: float,
+  lowest: float,
+  *,
+  weights: ArrayLike | None = None,
+  is_start: ArrayLike | None = None,
+) -> jax.Array:
+  """How far a row's rate of boundaries lies outside of two bounds.
+
+    loss = max(0, r - highest) + max(0, lowest - r),  r = k / L
+
+  with k = sum of b * weights and L = sum of weights. Between the bounds there is no gradient. Two
+  boundaries among five tokens, bounds 0.3 and 0.2: 0.1.
+
+  Args:
+    boundaries: see `binomial_prior_loss`.
+    highest: a number; it may be traced.
+    lowest: at most `highest`; it may be traced.
+    weights: see `binomial_prior_loss`.
+    is_start: see `binomial_prior_loss`.
+
+  Returns [B], float32, or float64 for such boundaries; 0 for a row in which no token counts.
+
+  Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
+  """
+  checks.number("highest", highest, traced=True)
+  checks.number("lowest", lowest, traced=True)
+
+  def outside(ones, total):
+    rate = ones / jnp.where(total > 0, total, 1)
+    return total * (jnp.maximum(0, rate - highest) + jnp.maximum(0, lowest - rate))
+
+  return _of_rows(outside, boundaries, weights, is_start)
+
+
+def _of_rows(function, boundaries, weights, is_start) -> jax.Array:
+  """[B], function(k, L) / L of each row's k boundaries among L tokens, or of its documents."""
   b_bt, w_bt, is_start = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),
     weights=(weights, "B T | None", checks.NUMBERS),
@@ -199,19 +246,14 @@ def binomial_prior_loss(
   )
   b_bt = b_bt.astype(sum_dtype(b_bt))
   w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
-
-  def log_binomial(ones, total):
-    log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
-    return log_choices + ones * math.log(alpha) + (total - ones) * math.log1p(-alpha)
-
   total_b = jnp.sum(w_bt, axis=1)
   if is_start is None:
-    log_p_b = log_binomial(jnp.sum(b_bt * w_bt, axis=1), total_b)
+    sum_b = function(jnp.sum(b_bt * w_bt, axis=1), total_b)
   else:
     document_bt = jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
     of_documents = [
       sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
     ]
-    log_p_b = jnp.sum(log_binomial(*of_documents), axis=1)
+    sum_b = jnp.sum(function(*of_documents), axis=1)
   is_any_b = total_b > 0
-  return jnp.where(is_any_b, -log_p_b / jnp.where(is_any_b, total_b, 1), 0)
+  return jnp.where(is_any_b, sum_b / jnp.where(is_any_b, total_b, 1), 0)

@@ -141,7 +141,7 @@ def ratio_loss(
   Args:
     boundaries: [B, T], 0 or 1.
     probabilities: [B, T], floats.
-    factor: N, the target number of tokens per segment, above 1.
+    factor: N, the target number of tokens per segment, above 1; it may be traced.
     weights: [B, T], 1 where a token counts, else 0; None means that all count.
     share: F of the whole batch, for a part of one; None means that of these tokens. Given F,
       L times the number of tokens adds up over parts.
@@ -153,7 +153,7 @@ def ratio_loss(
     probabilities=(probabilities, "B T"),
     weights=(weights, "B T | None", checks.NUMBERS),
   )
-  checks.number("factor", factor, "a factor above 1", lambda x: 1 < x < math.inf)
+  checks.number("factor", factor, "a factor above 1", lambda x: 1 < x < math.inf, traced=True)
   dtype = sum_dtype(probabilities)
   ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
   count = jnp.sum(ones)

@@ -38,7 +38,10 @@ from dpjax.training import optimizer as optimizers
 from dpjax.training import step as step_lib
 
 EXTRACTORS = ("she", "he", "we", "me")
-LIMITED = ("dispatcher", "dispatcher_multihead", *EXTRACTORS)  # mixers with a reach
+LIMITED = (  # mixers with a reach
+  *("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution"),
+  *EXTRACTORS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Settings:
   """
 
   length: int = 32  # T of training rows, even; tests have rows of T, 2 T and 4 T
-  window: int = 16  # taps of Extractors, and 2**levels of Dispatchers; a power of 2
+  window: int = 16  # of local attention, taps, and 2**levels of Dispatchers; a power of 2
   width: int = 64  # of attention; the others have as many parameters
   num_layers: int = 2
   num_steps: int = 1000
@@ -83,6 +86,7 @@ def model_config(settings: Settings, mixer: str, width: int, more: int = 0) -> C
     given |= dict(num_heads=4)
   if "num_levels" in known:
     given |= dict(num_levels=settings.window.bit_length() - 1)
+  given |= {name: settings.window for name in ("window", "num_taps") if name in known}
   if "rotary_base" in known:
     given |= dict(rotary_base=10_000.0, use_bias=False)
   if mixer in EXTRACTORS:  # Here it is the cheapest where rows are longer than the window.

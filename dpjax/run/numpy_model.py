@@ -64,6 +64,12 @@ def extractor(p, x, mixer):
   return linear(part(p, "out"), y) if mixer.get("output_projection") else y
 
 
+def short_convolution(p, x, mixer):
+  b, c, v = np.split(linear(part(p, "in"), x), 3, -1)
+  y = sum(shift(b * v, j) * tap for j, tap in enumerate(p["taps"][: len(x)]))
+  return linear(part(p, "out"), c * y)
+
+
 def rotate(x, base):  # [T, H, E]; the pairs are (i, i + E / 2)
   angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
   cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -88,26 +94,37 @@ def attention(p, x, mixer):
     scores = scores + np.einsum("the,she->hts", q + p["content_bias"], k)
   else:
     scores = np.einsum("the,she->hts", q, k)
-  scores = np.where(t[:, None] >= t, scores / q.shape[-1] ** 0.5, -np.inf)
+  lag = t[:, None] - t
+  seen = (lag >= 0) & (lag < mixer.get("window", len(x)))
+  scores = np.where(seen, scores / q.shape[-1] ** 0.5, -np.inf)
   weights = np.exp(scores - scores.max(-1, keepdims=True))
   mixed = np.einsum("hts,she->the", weights / weights.sum(-1, keepdims=True), v)
   return linear(part(p, "out"), mixed.reshape(x.shape))
 
 
+def in_turn(p, mixers):  # the arrays and the mixer of each layer
+  parts = [[p]]
+  if len(mixers) > 1:
+    places = [f"place_{i}" for i in range(len(mixers))]
+    parts = [[part(part(p, x), place) for place in places] for x in ("period", "rest")]
+  for arrays in parts:
+    for i in range(len(arrays[0].get("mixer_norm.scale", ()))):
+      for q, mixer in zip(arrays, mixers, strict=True):
+        if q:
+          yield {name: array[i] for name, array in q.items()}, mixer
+
+
 def layers(p, x, model, mixer, positions):  # positions: arrays that relative attention shares
-  mixer = mixer or model["mixer"]
-  branches = {
-    "mixer": lambda q, x: FUNCTIONS[mixer["name"]]({**q, **positions}, x, mixer),
-    "feed_forward": lambda q, x: feed_forward(q, x, model["activation"]),
-  }
-  for i in range(len(p["mixer_norm.scale"])):
-    for name, branch in branches.items():
-      q = {key: array[i] for key, array in p.items()}
-      q, of_norm = part(q, name), part(q, name + "_norm")
-      if model["norm"] == "pre":
-        x = x + branch(q, norm(of_norm, x, model))
+  mixers = mixer or model["mixer"]
+  for arrays, own in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
+    for name in ("mixer", "feed_forward"):
+      q, of_norm = part(arrays, name), part(arrays, name + "_norm")
+      y = norm(of_norm, x, model) if model["norm"] == "pre" else x
+      if name == "mixer":
+        y = FUNCTIONS[own["name"]]({**q, **positions}, y, own)
       else:
-        x = norm(of_norm, x + branch(q, x), model)
+        y = feed_forward(q, y, model["activation"])
+      x = x + y if model["norm"] == "pre" else norm(of_norm, x + y, model)
   return x
 
 
@@ -202,10 +219,11 @@ def forward(tokens, p, model):  # [T] -> [T, V]
 
 FUNCTIONS = {
   **dict.fromkeys(("dispatcher", "dispatcher_multihead"), dispatcher),
-  **dict.fromkeys(("attention", "relative_attention"), attention),
+  **dict.fromkeys(("attention", "relative_attention", "local_attention"), attention),
+  "short_convolution": short_convolution,
   **dict.fromkeys(("she", "he", "we", "me"), extractor),
   **dict.fromkeys(("whitespace", "spacebyte"), by_token),
-  **dict.fromkeys(("unigram", "entropy", "gumbel"), predicted),
+  **dict.fromkeys(("unigram", "entropy", "gumbel", "flexitokens"), predicted),
   "fixed": fixed,
   "entropy_threshold": by_entropy,
   "routing": routing,

@@ -61,9 +61,9 @@ class Run:
 
   @property
   def name(self) -> str:
-    """The name of the mixer, or of the class of a model made in Python."""
+    """The name of the mixer or mixers, or of the class of a model made in Python."""
     is_own = not isinstance(self.model, LanguageModel)
-    return type(self.model).__name__ if is_own else self.config.model.mixer.name
+    return type(self.model).__name__ if is_own else config_lib.mixer_names(self.config.model.mixer)
 
   @property
   def window(self) -> int:
@@ -211,12 +211,14 @@ class Run:
       mutable=["intermediates"],
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-    block, matrices = stack.make_block(parent=None), []
-    for layer in stack.unstack(self.params["layers"]).values():
+    names = [type(mixer).__name__ for mixer in stack.make_mixers()]
+    blocks, matrices = [make(parent=None) for make in stack.make_blocks], []
+    for i, layer in enumerate(stack.unstack(self.params["layers"]).values()):
+      block = blocks[i % len(blocks)]
       x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
       if "intermediates" not in seen:
-        name = type(stack.make_mixer()).__name__
-        raise UserError(f"run: expected a model of Dispatchers, got one of {name}")
+        got = " and ".join(dict.fromkeys(names))
+        raise UserError(f"run: expected a model of Dispatchers, got one of {got}")
       (g_bthk,) = seen["intermediates"]["mixer"]["level_gates"]
       matrices.append(np.asarray(ops.dispatch_matrix(g_bthk)[0]))
     return matrices
@@ -333,7 +335,10 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   config = sections.expand_paths(config)
   config_lib.check(config)
   settings = config.model
-  if settings.mixer.name == "relative_attention":
+  name = config_lib.mixer_names(settings.mixer)
+  if "," in name:
+    raise UserError(f"model.mixer: expected one for a torch_checkpoint, got {name}")
+  if name == "relative_attention":
     raise UserError(
       "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
       "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
@@ -342,13 +347,11 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   model_config, params = from_torch(
     content,
     num_heads=settings.mixer.get("num_heads"),
-    variant="multihead" if settings.mixer.name == "dispatcher_multihead" else "paper",
+    variant="multihead" if name == "dispatcher_multihead" else "paper",
     max_length=settings.max_length,
   )
-  if model_config.mixer.name != settings.mixer.name:
-    raise UserError(
-      f"model.mixer: expected the file's {model_config.mixer.name}, got {settings.mixer.name}"
-    )
+  if model_config.mixer.name != name:
+    raise UserError(f"model.mixer: expected the file's {model_config.mixer.name}, got {name}")
   data = tokens_lib.open_tokens(config, Path(folder) / "data")
   model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
   if "implementation" in model_config.mixer:

@@ -1,6 +1,7 @@
 """Trains the model of a configuration."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
+
+_log = logging.getLogger(__name__)
 
 
 def train(
@@ -67,6 +70,8 @@ def train(
   """
   given, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(given)
+  for key, names in config_lib.idle_mixers(given.model).items():
+    _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
   with workdir_lib.lock(workdir):
     data = _open_data(given, workdir)
     config = build.with_vocabulary(given, data.tokenizer)

@@ -207,6 +207,7 @@ class Objective:
     batch: Mapping[str, jax.Array],
     output_layer: tuple[jax.Array, jax.Array | None] | None = None,
     counts: Mapping[str, jax.Array] | None = None,
+    scores_starts: bool = False,
   ) -> dict[str, jax.Array]:
     """A batch's contribution to the loss and to the scores.
 
@@ -216,22 +217,27 @@ class Objective:
       output_layer: the kernel and bias for `output_nats` of `output.hidden`; ignored if the
         boundaries read the logits anyway.
       counts: for a part of a batch, the sums `Objective.counts` of the whole.
+      scores_starts: whether to add "start_nats", those of tokens behind a boundary.
 
     Returns:
       Float32 scalars for `add_sums`: "nats" and "count" (`cross_entropy`); with token pooling
       also "boundary_nats", and the sums for `dpjax.training.metrics.boundary_scores`.
     """
     weights = batch["weights"]
-    if output_layer is None or any(kind.reads_logits for kind in self.boundaries):
-      nats, _ = cross_entropy(output.logits, batch["targets"], weights)
-    else:
-      nats = output_nats(output.hidden, *output_layer, batch["targets"], weights)
-    sums = {"nats": nats, "count": jnp.sum(weights)}
+
+    def nats_of(weights):
+      if output_layer is None or any(kind.reads_logits for kind in self.boundaries):
+        return cross_entropy(output.logits, batch["targets"], weights)[0]
+      return output_nats(output.hidden, *output_layer, batch["targets"], weights)
+
+    sums = {"nats": nats_of(weights), "count": jnp.sum(weights)}
     if not self.boundaries:
       return sums
     kind, *within = self.boundaries
     boundaries, is_start = output.boundaries.astype(jnp.float32), batch.get("is_start")
     sums |= _count_segments(boundaries, weights, is_start, kind.has_null_group)
+    if scores_starts:
+      sums["start_nats"] = nats_of(weights * boundaries)
     whole = counts or sums
     share = _share(whole["boundaries"], whole["count"])
     sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
@@ -256,6 +262,7 @@ class Objective:
       share = _share(whole[f"boundaries_{number}"], num_segments)
       segments = {"weights": is_real, "boundary_share": share}
       segments |= {} if is_start is None else {"is_start": is_start}
+      segments |= {"update": batch["update"]} if "update" in batch else {}
       inner_nats, _ = kind.loss(stage, segments)
       sums |= _count_drawn(kind, stage, is_real, f"_{number}")
       sums["boundary_nats"] += inner_nats * whole["count"] / jnp.maximum(num_segments, 1)

@@ -63,6 +63,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     recall                   = hits / targets
     f1                       = 2 hits / (boundaries + targets)
     accuracy                 = agreements / count
+    enrichment               = (start_nats / boundaries) / (nats / count): how surprising tokens
+                               that begin a segment are, with all tokens as 1; in evaluation
 
   Args:
     sums: from `dpjax.training.losses.Objective.sums`, added up over batches.
@@ -83,6 +85,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     "segments_mean": _ratio(sums["segments"], sums["rows"]),
     "segments_max": sums["segments_max"],
   }
+  if "start_nats" in sums:
+    scores["enrichment"] = _ratio(_ratio(sums["start_nats"], found), _ratio(sums["nats"], count))
   if "targets" in sums:
     hits, targets = sums["hits"], sums["targets"]
     scores["precision"], scores["recall"] = _ratio(hits, found), _ratio(hits, targets)

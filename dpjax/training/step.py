@@ -122,6 +122,7 @@ def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objectiv
 
   def total(params, part: Batch, part_key, counts=None):
     output = _apply(model, params, part, part_key, capacity, deterministic=False)
+    part = {**part, "update": state.step}
     sums = objective.sums(output, part, _output_layer(model, params), counts)
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
@@ -213,7 +214,7 @@ def jit_eval_step(
   def step(params, batch, index, capacity=None):
     key = jax.random.fold_in(jax.random.key(0), index)
     output = _apply(model, params, batch, key, capacity, deterministic=True)
-    return objective.sums(output, batch, _output_layer(model, params))
+    return objective.sums(output, batch, _output_layer(model, params), scores_starts=True)
 
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(_on_mesh(step, mesh), static_argnames="capacity", out_shardings=replicated)

@@ -59,7 +59,7 @@ def test_without_its_base_a_case_is_no_case():
 @pytest.mark.parametrize(
   ("name", "parts"),
   [
-    ("ops", "shift_and_sum,lengths,attention,pooling"),
+    ("ops", "shift_and_sum,lengths,attention,local,pooling"),
     ("step", "hourglass"),
     ("generation", "operators,online,models,pooling"),
   ],

@@ -24,7 +24,7 @@ def test_every_setting_arrives(mixer):
   known = registry.mixers.settings(mixer)
   forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else ops.SHIFT_AND_SUM
   other = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
-  other |= dict(rotary_base=50.0)
+  other |= dict(rotary_base=50.0, window=5, num_taps=4)
   other |= dict(adjustment=False, output_projection=False, implementation=next(iter(forms)))
   own = {name: other[name] for name in known}
   init = dict(init_std=0.4, norm_init_std=0.5)
@@ -45,7 +45,7 @@ def test_every_setting_arrives(mixer):
     positions = model.make_positions()
     check_attributes(positions, dict(num_heads=3, dropout=0.1, init_std=0.4) | bfloat16)
   check_attributes(model.layers.make_block(), dict(hidden_width=10) | shared | bfloat16)
-  layer = model.layers.make_mixer()
+  (layer,) = model.layers.make_mixers()
   assert type(layer) is registry.mixers.component(mixer)
   check_attributes(layer, dict(max_length=13, init_std=0.4) | bfloat16 | own)
 
@@ -85,7 +85,7 @@ def test_every_setting_of_the_pooling_arrives(kind, own, filled):
   assert [stack.num_layers for stack in stacks] == [1, 3, 4]
   assert [stack.has_positions for stack in stacks] == [False, False, True]
   assert built.make_positions().num_heads == 2
-  layers = [stack.make_mixer() for stack in stacks]
+  layers = [layer for stack in stacks for layer in stack.make_mixers()]
   names = ("dispatcher", "attention", "relative_attention")
   assert [type(layer) for layer in layers] == [registry.mixers.component(x) for x in names]
   assert [layer.max_length for layer in layers] == [13, 14, 13]
@@ -124,7 +124,7 @@ def stage(name, **own):
     (threshold(rule="globl"), "boundaries.rule: expected one of global, .*; did you mean global"),
     (threshold(theta_add=0.1), "boundaries.theta_add: expected 0 with the rule global, got 0.1"),
     (threshold(pooling="max"), "boundaries.pooling: expected one of"),
-    (stage("whitespace"), "middle.boundaries: .* none, fixed, gumbel, routing"),
+    (stage("whitespace"), "middle.boundaries: .* none, fixed, gumbel, flexitokens, routing"),
     (stage("gumbel", sample=True), "middle.boundaries: .* in evaluation, got gumbel"),
     (lambda: two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
     (lambda: two_stages(width=-1), "middle.width: expected at least 0"),

@@ -38,7 +38,8 @@ def pooled(boundaries, middle="relative_attention", first=None, last=None, outer
   """Settings of a pooled model; `boundaries` are a name and its settings."""
   kind = helpers.component(registry.boundaries, **dict(num_capacities=2) | boundaries)
   stacks = {
-    name: dict(num_layers=outer) | ({} if x is None else dict(mixer=mixer(x)))
+    name: dict(num_layers=outer)
+    | ({} if x is None else dict(mixer=mixer(x) if isinstance(x, str) else x))
     for name, x in (("first", first), ("last", last))
   }
   return helpers.model_settings(middle, kind, **stacks, **changes)
@@ -57,6 +58,19 @@ CASES = {
   "dispatcher": (plain("dispatcher"), "steps"),
   "modern": (modern(), "chunks"),
   "we": (plain("we", positions="learned", norm="pre", scan_layers=False), "steps"),
+  "in turn": (
+    plain(("we", mixer("relative_attention"), mixer("local_attention", window=3)), num_layers=4),
+    "chunks",
+  ),
+  "in turn in the middle": (
+    pooled(
+      dict(name="fixed", shortening_factor=3),
+      ("short_convolution", mixer("attention")),
+      ("dispatcher", mixer("local_attention", window=3)),
+      num_layers=5,
+    ),
+    "steps",
+  ),
   "fixed": (pooled(dict(name="fixed", shortening_factor=3)), "chunks"),
   "offset 0": (pooled(FIXED_0, "we", last="attention", positions="sinusoidal"), "steps"),
   "whitespace": (
@@ -78,7 +92,8 @@ CASES = {
   ),
   "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
 }
-BY_LAYER = ("we", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
+DEFAULT = ("modern", "we", "whitespace", "in turn in the middle")
+BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def balance(params, output):
@@ -90,9 +105,7 @@ def balance(params, output):
   helpers.balance(params, output.boundary_logits)
 
 
-@pytest.mark.parametrize(
-  "case", [helpers.slow_unless(x in ("modern", "we", "whitespace"), x) for x in CASES]
-)
+@pytest.mark.parametrize("case", [helpers.slow_unless(x in DEFAULT, x) for x in CASES])
 def test_chunks_are_the_whole(case):
   config, schedule = CASES[case]
   model = dpjax.build_model(config)

@@ -76,6 +76,7 @@ CASES = {
   "rotary": lambda: plain(config_lib.mixer("attention", num_heads=2, rotary_base=50.0), width=8),
   **{name: lambda name=name: plain(name) for name in ("relative_attention", "she", "he", "we")},
   "me": lambda: plain("me"),
+  "in turn": lambda: plain(("local_attention", "short_convolution"), num_layers=3),
   "fixed": lambda: pooled("fixed", "he", shortening_factor=3),
   "fixed, offset 0": lambda: pooled(
     "fixed", "relative_attention", shortening_factor=3, offset=0, pooling="last"

@@ -56,6 +56,63 @@ def test_scan_and_remat_change_nothing(change):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
 
 
+def in_turn(**changes):
+  """Layers of which whole periods and a part of one are there."""
+  dispatcher = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
+  mixers = dispatcher, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
+  return make(mixers, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
+
+
+def test_layers_have_their_mixers_in_turn():
+  model = in_turn(dropout=0.0)
+  params = draw_params(model)
+  assert {*params["layers"]} == {"period", "rest"} and len(params["layers"]["rest"]) == 2
+  blocks, layers = model.layers.make_blocks, model.unstack(params)["layers"]
+  embedding = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "sinusoidal")
+  x_btd = embedding.apply({"params": params["embedding"]}, TOKENS)
+  shared = model.make_positions(parent=None)
+  shared = shared.apply({"params": params["relative_positions"]}, LENGTH, WIDTH)
+  for i in range(5):
+    given = dict(positions=shared) if i % 3 == 2 else {}
+    x_btd = blocks[i % 3](parent=None).apply({"params": layers[str(i)]}, x_btd, **given)
+  assert len(layers) == 5 and [x.keywords["make_mixer"].func.__name__ for x in blocks] == [
+    *("Dispatcher", "WE", "RelativeAttention")
+  ]
+  found = jax.jit(model.apply)({"params": params}, TOKENS)
+  np.testing.assert_allclose(found.hidden, x_btd, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["remat", "scan_layers"])
+def test_in_turn_too_scan_and_remat_change_nothing(change):
+  settings = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
+  params = draw_params(make(**settings))
+  expected = loss_and_grads(make(**settings), params)
+  got = loss_and_grads(make(**settings, **{change: change == "remat"}), params)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
+
+
+def test_what_is_compiled_does_not_grow_with_the_periods():
+  def count(num_layers):
+    model = in_turn(num_layers=num_layers)
+    shapes = jax.eval_shape(model.init, random_key(0), TOKENS)["params"]
+    loss = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, TOKENS).logits))
+    return len(jax.jit(loss).lower(shapes).as_text().splitlines())
+
+  assert abs(count(12) - count(6)) < 10 < count(7) - count(6)
+
+
+def test_fewer_layers_than_mixers_take_the_first():
+  model = in_turn(num_layers=2)
+  params = draw_params(model)
+  assert {*params["layers"]} == {"rest"} and {*params["layers"]["rest"]} == {"place_0", "place_1"}
+  output = jax.jit(model.apply)({"params": params}, TOKENS)
+  expected = make(("dispatcher", "we"), num_layers=2)
+  assert output.logits.shape == (*TOKENS.shape, VOCAB)
+  assert {*draw_params(expected)["layers"]} == {"period"}
+
+
 def test_scan_and_remat_are_what_is_compiled():
   def programs(**settings):
     model = make("attention", **settings)

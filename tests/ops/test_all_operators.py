@@ -56,6 +56,8 @@ def cases():
   for size in (4, LENGTH):
     attend = partial(ops.causal_attention, block_size=size)
     yield f"causal_attention {size}", attend, QKV, ()
+    attend = partial(ops.causal_attention, block_size=size, window=3)
+    yield f"local attention {size}", attend, QKV, ()
     attend = partial(ops.relative_attention, block_size=size)
     yield f"relative_attention {size}", attend, QKV, RELATIVE
   for name in ("scan", "conv", "toeplitz", "fft", "dft"):
@@ -71,6 +73,9 @@ def cases():
   yield "shift_and_sum_cached", cached(ops.shift_and_sum_cached, init, 2), GATED, ()
   init = partial(ops.init_attention_cache, BATCH, LENGTH, 2, 3)
   yield "causal_attention_cached", cached(ops.causal_attention_cached, init, 3), QKV, ()
+  few = partial(ops.init_attention_cache, BATCH, 3, 2, 3)
+  yield "local_attention_cached", cached(ops.local_attention_cached, few, 3), QKV, ()
+  yield "short_convolution", ops.short_convolution, (INPUTS,), (draw(3, 5),)
   attend = cached(ops.relative_attention_cached, init, 3)
   yield "relative_attention_cached", attend, QKV, RELATIVE
   for init in (ops.init_convolution_cache, ops.init_online_convolution_cache):
@@ -87,7 +92,7 @@ DEFAULT = {
   *("shift_and_sum recompute", "dispatch_matrix", "causal_attention 6", "relative_attention 4"),
   *("causal_convolution fft 1", "causal_convolution scan 3", "pool_segments mean"),
   *("upsample_segments", "conditional_entropy", "shift_and_sum_cached"),
-  "relative_attention_cached",
+  *("relative_attention_cached", "local attention 4", "short_convolution"),
 }
 
 

@@ -60,6 +60,49 @@ def test_relative_attention_is_the_equation(length):
   np.testing.assert_array_equal(found[4][length:], 0)
 
 
+def local_loop(window, queries, keys, values):
+  """Position by position: the softmax over the last `window` keys."""
+  outputs = []
+  for t in range(queries.shape[1]):
+    first = max(0, t - window + 1)
+    scores_bhs = jnp.einsum("bhe,bshe->bhs", queries[:, t], keys[:, first : t + 1])
+    weights_bhs = jax.nn.softmax(scores_bhs / queries.shape[3] ** 0.5)
+    outputs.append(jnp.einsum("bhs,bshe->bhe", weights_bhs, values[:, first : t + 1]))
+  return jnp.stack(outputs, axis=1)
+
+
+@pytest.mark.parametrize(
+  "length, window, block", [(19, 11, BLOCK), (9, 3, 4), (5, 1, 2), (7, 5, 7)]
+)
+def test_local_attention_is_the_loop_over_the_band(length, window, block):
+  arguments, weights = draw("causal", length)
+  found = jax.jit(with_gradients("causal", window=window, block_size=block))(arguments, weights)
+  expected = exact.run(functools.partial(local_loop, window), arguments, weights)
+  for x, y in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x, y, **ROUNDING)
+
+
+def test_a_window_of_all_positions_is_no_window():
+  arguments, weights = draw("causal", 29)
+  found = jax.jit(with_gradients("causal", window=29, block_size=BLOCK))(arguments, weights)
+  expected = jax.jit(with_gradients("causal", block_size=BLOCK))(arguments, weights)
+  for x, y in zip(found, expected, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def test_tiles_outside_of_the_band_are_not_computed():
+  # A tile that reads nan gives nan, wherever its weights are 0.
+  length, place = 5 * BLOCK, 2 * BLOCK
+  (q, k, v), weights = draw("causal", length)
+  v = v.at[:, :BLOCK].set(jnp.nan)
+  run = jax.jit(with_gradients("causal", window=BLOCK - 1, block_size=BLOCK))
+  y, *grads = run((q, k, v), weights.at[:, :place].set(0))
+  assert np.isfinite(y[:, place:]).all() and not np.isfinite(y[:, place - 1]).any()
+  assert all(np.isfinite(grad[:, place:]).all() for grad in grads)
+  # Of full attention every later position does.
+  assert not np.isfinite(jax.jit(whole("causal", length))((q, k, v), weights)[0]).any()
+
+
 @pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
 def test_relative_positions(length, width):
   table = ops.relative_positions(length, width)

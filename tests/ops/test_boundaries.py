@@ -15,6 +15,7 @@ from dpjax.ops import (
   entropy_threshold,
   fixed_boundaries,
   gumbel_sigmoid,
+  rate_bounds_loss,
   spacelike_boundaries,
   whitespace_boundaries,
 )
@@ -266,6 +267,39 @@ def test_prior_and_its_gradient():
   all_count = jax.jit(lambda b: binomial_prior_loss(b, 0.2))(boundaries)
   expected = reference.binomial_prior(boundaries, 0.2, np.ones((5, 7)))
   np.testing.assert_allclose(all_count, expected, **ROUNDING)
+
+
+def test_rates_outside_of_two_bounds_cost_how_far_they_are():
+  # Below, between, above, above among few that count, and a row of which none counts.
+  rates = [[0] * 7, [0, 1, 0, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1], [1] * 7]
+  weights = np.ones((5, 7))
+  weights[3, :4], weights[4] = 0, 0
+  weights[3, 4:] = (1, 0, 1)
+  bounds = dict(highest=0.375, lowest=0.25)
+  value, gradient = with_gradient(
+    lambda b: rate_bounds_loss(b, **bounds, weights=weights),
+    np.float32(rates),
+    np.ones(5, np.float32),
+  )
+  expected, slopes = reference.rate_bounds(rates, **bounds, weights=weights)
+  np.testing.assert_allclose(value, expected, **ROUNDING)
+  np.testing.assert_allclose(gradient, slopes, **ROUNDING)
+  assert [*np.sign(slopes.sum(axis=1))] == [-1, 0, 1, 1, 0] and expected[1] == 0
+  # Documents of a row: the mean of each alone, by their tokens.
+  is_start = np.eye(7, dtype=np.int32)[[0] * 5] + np.eye(7, dtype=np.int32)[[3] * 5]
+  alone = [
+    reference.rate_bounds(np.asarray(rates)[:, part], **bounds, weights=np.ones((5, n)))[0] * n
+    for part, n in ((slice(3), 3), (slice(3, 7), 4))
+  ]
+  packed = jax.jit(lambda b: rate_bounds_loss(b, **bounds, is_start=is_start))(np.float32(rates))
+  np.testing.assert_allclose(packed, sum(alone) / 7, **ROUNDING)
+
+
+def test_an_aim_may_be_traced():
+  b = jnp.asarray([[0, 1, 0, 1, 0, 0, 1.0]])
+  for loss in (binomial_prior_loss, lambda b, x: rate_bounds_loss(b, x, x - 0.1)):
+    for aim in (0.2, 0.7):
+      np.testing.assert_allclose(jax.jit(loss)(b, aim), loss(b, aim), rtol=1e-6)
 
 
 X = jnp.zeros((2, 7))

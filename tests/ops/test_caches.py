@@ -82,6 +82,21 @@ def of_the_last(*parts):
   return jnp.concatenate([whole_relative(*parts)[:, : RING - 1], last], axis=1)
 
 
+def local(window, **rotary):
+  """Attention to the last `window` tokens, in chunks of any length."""
+  q, k, v = QKV if not rotary else [x[..., 1:] for x in QKV]
+
+  def whole(q, k, v):
+    if rotary:
+      angles = jnp.asarray(ops.rotary_angles(LENGTH, q.shape[3], **rotary))[None]
+      q, k = ops.rotate(q, angles), ops.rotate(k, angles)
+    return ops.causal_attention(q, k, v, window=window)
+
+  cached = functools.partial(ops.local_attention_cached, rotary_base=rotary.get("base"))
+  init = functools.partial(ops.init_attention_cache, BATCH, window, HEADS, q.shape[3])
+  return Case((q, k, v), whole, cached, (), init, tolerance=0.1)
+
+
 online = functools.partial(ops.init_online_convolution_cache, block=BLOCK)
 CASES = {
   "shift and sum": Case(
@@ -101,6 +116,8 @@ CASES = {
   ),
   "relative attention": relative(LENGTH, whole_relative),
   "ring": relative(RING, of_the_last),
+  "local attention": local(RING),
+  "rotary local attention": local(3, base=5.0),
   "convolution of numbers": convolution(ops.init_convolution_cache),
   "convolution": convolution(ops.init_convolution_cache, WIDTH),
   "convolution of matrices": convolution(ops.init_convolution_cache, WIDTH, 3),

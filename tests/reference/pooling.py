@@ -92,6 +92,17 @@ def binomial_prior(boundaries, alpha, weights):
   return np.array(result)
 
 
+def rate_bounds(boundaries, highest, lowest, weights):
+  """FlexiTokens' loss of every row, and its derivative by each of the row's boundaries."""
+  losses, slopes = [], []
+  for b, w in zip(np.float64(boundaries), np.float64(weights), strict=True):
+    total = w.sum()
+    rate = (b * w).sum() / total if total else (highest + lowest) / 2
+    losses.append(max(0.0, rate - highest) + max(0.0, lowest - rate))
+    slopes.append(w / max(total, 1) * (int(rate > highest) - int(rate < lowest)))
+  return np.array(losses), np.array(slopes)
+
+
 def entropy_threshold(entropies, rule, theta, theta_add=0.0):
   """[B, T]: BLT's thresholds (arXiv:2412.09871, Sec. 2.3)."""
   result = np.zeros(np.shape(entropies), int)

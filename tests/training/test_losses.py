@@ -1,9 +1,12 @@
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers
+from dpjax import layers, registry
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
 from tests import helpers
@@ -281,6 +284,65 @@ def test_gumbel_pays_for_an_unlikely_number_of_boundaries():
   for row in range(2):  # Each boundary of a row costs as much as another.
     np.testing.assert_allclose(grad[row, COUNTED[row]], grad[row, 5], rtol=1e-6)
     assert grad[row, 5] > 0  # There are more of them than alpha.
+
+
+def test_flexitokens_pays_outside_of_its_bounds_alone():
+  output, batch = draw_pooled()
+  found = output.boundaries.astype(jnp.float32)
+  rates = (np.asarray(found) * WEIGHTS).sum(axis=1) / np.maximum(WEIGHTS.sum(axis=1), 1)
+  # The first row's rate is between, above or below the bounds.
+  for prior in (rates[0] + 0.05, rates[0] - 0.01, rates[0] + 0.2):
+    own = dict(prior=float(prior), deviation=0.05, num_deviations=2.0)
+
+    def boundary_nats(boundaries, own=own):
+      sums = helpers.objective("flexitokens", **own).sums(
+        output._replace(boundaries=boundaries), batch
+      )
+      return sums["boundary_nats"]
+
+    nats, grad = jax.jit(jax.value_and_grad(boundary_nats))(found)
+    of_rows, slopes = reference.rate_bounds(found, prior, prior - 0.1, WEIGHTS)
+    totals = WEIGHTS.sum(axis=1)
+    np.testing.assert_allclose(nats, of_rows @ totals, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grad, slopes * totals[:, None], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "name, field, first, last", [("gumbel", "prior", 0.6, 0.3), ("routing", "factor", 2.0, 5.0)]
+)
+def test_an_aim_moves_from_one_value_to_another_by_update(name, field, first, last):
+  output, batch = draw_pooled()
+  chances = jax.nn.sigmoid(output.boundary_logits.astype(jnp.float32))
+  output = output._replace(boundary_probabilities=chances)
+
+  def nats(batch, **own):
+    given = {"width": 1} if name == "routing" else {}
+    section = registry.boundaries.section(name, **own)
+    kind = registry.boundaries.build(section, "boundaries", predictor_width=1, **given)
+    return jax.jit(losses.Objective([kind]).sums)(output, batch)["boundary_nats"]
+
+  moves = {field: last, "rate_schedule": (first, 8)}
+  for update, aim in ((0, first), (2, first + (last - first) / 4), (8, last), (99, last)):
+    found = nats({**batch, "update": jnp.int32(update)}, **moves)
+    np.testing.assert_allclose(found, nats(batch, **{field: aim}), rtol=1e-5)
+  # Evaluation, which knows no update, takes the last.
+  np.testing.assert_array_equal(nats(batch, **moves), nats(batch, **{field: last}))
+  assert abs(nats(batch, **{field: first}) / nats(batch, **{field: last}) - 1) > 0.01
+  for wrong in ((0.4,), (0.4, 0), (0.4, 2.5), ("a", 3), (math.nan, 3), (-1.0, 3)):
+    with pytest.raises(ValueError, match="^boundaries.rate_schedule: expected"):
+      nats(batch, **{field: last, "rate_schedule": wrong})
+
+
+def test_the_nats_of_tokens_behind_boundaries():
+  output, batch = draw_pooled()
+  objective = helpers.objective("whitespace")
+  output = output._replace(boundary_logits=None)
+  sums = jax.jit(partial(objective.sums, scores_starts=True))(output, batch)
+  behind = np.asarray(output.boundaries) * WEIGHTS
+  nats, _, count = exact(output.logits, batch["targets"], behind)
+  np.testing.assert_allclose([sums["start_nats"], sums["boundaries"]], [nats, count], rtol=1e-5)
+  plain = jax.jit(objective.sums)(output, batch)
+  assert "start_nats" not in plain and float(plain["nats"]) == float(sums["nats"])
 
 
 def test_gumbel_is_compared_with_the_spaces_and_counts_what_it_draws_and_rounds():

@@ -61,6 +61,8 @@ def test_boundary_scores_by_hand():
   assert metrics.boundary_scores(SUMS) == pytest.approx(expected)
   of_targets = {"precision": 0.5, "recall": 0.8, "f1": 8 / 13, "accuracy": 0.875}
   assert metrics.boundary_scores(SUMS | TARGETS) == pytest.approx(expected | of_targets)
+  # Of 8 tokens that begin a segment 1.5 nats each, of all 0.75.
+  assert metrics.boundary_scores(SUMS | {"start_nats": 12.0})["enrichment"] == 2.0
   assert metrics.boundary_scores({"nats": 30.0, "count": 40.0}) == {}
   none = SUMS | TARGETS | dict(boundaries=0.0, targets=0.0, hits=0.0, segments=0.0)
   scores = metrics.boundary_scores(none)

@@ -122,6 +122,15 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
     assert values.max() < 2 * values.min(), values
 
 
+def test_matrices_of_mixers_in_turn_are_those_of_each_layer():
+  kernel, taps = np.zeros((2, 5, 7)), np.zeros((2, 3, 5))
+  mixer = {"out": {"kernel": kernel}, "taps": taps}
+  layers = {"period": {"place_1": {"mixer": mixer}}, "rest": {"place_0": {"mixer": mixer}}}
+  found = optimizer._matrices({"layers": layers, "hourglass": {"middle": layers}})
+  axes = jax.tree.leaves(found, is_leaf=lambda x: hasattr(x, "reduction_axis"))
+  assert [(x.reduction_axis, x.output_axis) for x in axes] == [(1, (2,))] * 4
+
+
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_what_is_frozen_stays_and_has_no_part_in_the_others(name):
   boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)

@@ -1,0 +1,160 @@
+"""Several mixers in turn: their settings, and whole runs as a user makes them."""
+
+import copy
+import json
+import re
+import sys
+
+import pytest
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax.analysis import runs as runs_lib
+from dpjax.commands import flags as command_flags
+from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+call = helpers.command
+SIZES = """model.width=16 model.feed_forward_width=20 model.max_length=19 model.num_layers=2
+  train.batch_size=8 train.num_steps=4 train.eval_every_steps=4 train.log_every_steps=2
+  eval.batch_size=8 data.tokenizer=characters sample.length=7 train.schedule.warmup_steps=2"""
+POOLED = """ model.boundaries=fixed model.first.num_layers=1 model.last.num_layers=1
+  model.last.mixer=short_convolution"""
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("middle", marks=pytest.mark.slow)])
+def workdir(request, text, tmp_path_factory, standard_promotion):
+  """The folder of a run of WE and attention in turn, in a plain stack and in a middle."""
+  folder = tmp_path_factory.mktemp("pattern") / "run"
+  settings = SIZES + (POOLED if request.param == "middle" else "")
+  flags = [f"--config.{x}" for x in settings.split()]
+  flags += ["--config.model.mixer=we,attention", "--config.model.mixer.0.adjustment=False"]
+  flags += ["--config.model.mixer.0.implementation=scan"]  # None before
+  flags += [f"--config.data.path={text}", f"--config.data.data_dir={text.parent / 'data_dir'}"]
+  flags += [f"--workdir={folder}", "--config.sample.prompt=the cat"]
+  assert call("train", "--config=modern_transformer:small", *flags) is None
+  return folder
+
+
+def test_it_trains_scores_generates_and_exports(workdir, tmp_path, capsys):
+  settings = json.loads((workdir / "config.json").read_text())["model"]["mixer"]
+  assert [x["name"] for x in settings] == ["we", "attention"]
+  # The configuration's own attention keeps its settings.
+  assert settings[1]["num_heads"] == 4 and settings[1]["rotary_base"] == 1e4
+  assert settings[0]["adjustment"] is False
+  assert call("evaluate", f"--workdir={workdir}", "--split=valid") is None
+  assert "bits per character" in capsys.readouterr().out
+  assert call("generate", f"--workdir={workdir}", "--prompt=on a", "--length=9") is None
+  assert capsys.readouterr().out.startswith("on a")
+  assert call("export", str(workdir), str(tmp_path / "out")) is None
+  run, exported = dpjax.load(workdir), dpjax.load(tmp_path / "out")
+  assert run.name == "we,attention" and repr(run).startswith("Run(we,attention, ")
+  assert exported.score("the cat sat") == run.score("the cat sat")
+  assert exported.generate("the ", length=5) == run.generate("the ", length=5)
+  assert "def extractor" in (tmp_path / "out/README.md").read_text()
+  record = runs_lib.read_runs([workdir])
+  assert runs_lib.names(record) == ["WE, no adjustment + attention, 4 heads"]
+
+
+def test_another_pattern_is_another_run(workdir):
+  flags = [f"--workdir={workdir}", f"--config={workdir}"]
+  told = call("train", *flags, "--config.model.mixer.1.num_heads=2")
+  assert "model.mixer.1.num_heads: 4 there, 2 here" in told
+  told = call("train", *flags, "--config.model.mixer=attention")
+  assert "model.mixer.name: None there, 'attention' here" in told
+
+
+@pytest.mark.parametrize(
+  "flags, message",
+  [
+    ("mixer=we,attentoin", "model.mixer: expected one of .*; did you mean attention?"),
+    ("mixer=we,", "model.mixer: expected one of "),
+    ("mixer=we,attention mixer.num_heads=2", "model.mixer.num_heads: .* model.mixer.1.num_heads"),
+    ("mixer=we,attention mixer.1.num_head=2", "model.mixer.1.num_head: .* attention, .*num_heads"),
+    ("mixer=we,attention mixer.2.num_heads=2", "model.mixer.2.num_heads: expected a known"),
+    ("mixer.0.num_heads=2", "model.mixer.0.num_heads: expected a known setting"),
+    ("mixer=we,attention mixer.1.num_heads=x", "--config.model.mixer.1.num_heads=x: invalid"),
+    ("boundaries=fixed,gumbel", "model.boundaries: expected one of .* got fixed,gumbel"),
+  ],
+)
+def test_wrong_flags_are_named(flags, message):
+  given = [f"--config.model.{flag}" for flag in flags.split()]
+  with helpers.arguments("train", "--config=modern_transformer:tiny", *given):
+    holder = command_flags.define_config()
+    with pytest.raises(dpjax.UserError) as error:
+      command_flags._parse(sys.argv)
+      config_lib.check(holder.value)
+  assert re.search(message, str(error.value)), error.value
+
+
+def test_mixers_that_no_layer_has_are_told(text, tmp_path, caplog):
+  config = helpers.small_config(text, num_steps=1, eval_every_steps=1)
+  config.model.update(mixer="we,me,he", num_layers=1)
+  assert config_lib.idle_mixers(config.model) == {"model": "me, he"}
+  dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
+  assert "model.num_layers: fewer than mixers; no layer has me, he" in caplog.text
+  config = in_turn()
+  assert config_lib.idle_mixers(config.model) == {"model.last": "me, he"}
+  config.model.first.num_layers = 1
+  assert config_lib.idle_mixers(config.model) == {
+    "model.first": "attention",
+    "model.last": "me, he",
+  }
+
+
+def in_turn():
+  config = config_lib.default()
+  config.model.mixer = ("we", config_lib.mixer("attention", num_heads=4))
+  config.model.boundaries = "fixed"
+  config.model.update(last=dict(num_layers=1, mixer="he,me,he"))
+  return config
+
+
+def test_several_mixers_are_a_tuple_of_sections():
+  config = in_turn()
+  assert isinstance(config.model.mixer, tuple) and isinstance(config.model.last.mixer, tuple)
+  config_lib.check(config)
+  flat = config_lib.flatten(config)
+  assert flat["model.mixer.0.name"] == "we" and flat["model.mixer.1.num_heads"] == 4
+  assert config_lib.get(config, "model.last.mixer.2.name") == "he"
+  assert {*config_lib.mixers_in(config.model)} == {
+    *("model.mixer.0", "model.mixer.1"),
+    *(f"model.last.mixer.{i}" for i in range(3)),
+  }
+  written = json.loads(json.dumps(config.to_dict()))
+  assert [x["name"] for x in written["model"]["mixer"]] == ["we", "attention"]
+  again = config_lib.from_dict(written)
+  assert again == config and config_lib.differences(written, config) == []
+  for other in (copy.deepcopy(config), config.copy_and_resolve_references(), again):
+    other.model.mixer[1].num_heads = 8
+    assert config_lib.differences(written, other) == ["model.mixer.1.num_heads: 4 there, 8 here"]
+  assert config == in_turn()
+  # One is one, and from several to one and back.
+  config.model.mixer = ("we",)
+  assert config.model.mixer == config_lib.mixer("we")
+  config.model.last.mixer = None
+  config_lib.check(config)
+  assert config_lib.from_dict({"model": {"mixer": [{"name": "we"}]}}).model.mixer.name == "we"
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "message"),
+  [
+    ("num_heads", 7, "model.mixer.1.num_heads: expected a divisor of model.width = 512, got 7"),
+    ("num_head", 4, "model.mixer.1.num_head: expected a setting of attention, .* nearest"),
+    ("name", "he", "model.mixer.1.[a-z_]+: expected a setting of he, got an unknown one"),
+    ("rotary_base", 0.5, "model.mixer.1.rotary_base: expected None or a number above 1, got 0.5"),
+    ("dropout", 1, "model.mixer.1.dropout: expected a probability"),
+  ],
+)
+def test_one_of_several_mixers_is_refused_by_its_place(key, value, message):
+  config = in_turn()
+  with config.model.mixer[1].ignore_type():
+    config.model.mixer[1][key] = value
+  with pytest.raises(dpjax.UserError, match=f"^{message}"):
+    config_lib.check(config)
+  written = json.loads(json.dumps(config.to_dict()))
+  with pytest.raises(dpjax.UserError, match=f"^{message}"):
+    config_lib.from_dict(written)
+  with pytest.raises(dpjax.UserError, match="^mixer: expected one of .*did you mean we[?]"):
+    config.model.mixer = "attention,wee"
