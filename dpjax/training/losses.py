@@ -105,7 +105,7 @@ def output_nats(
   each piece, which the backward pass only scales: reverse mode, by hidden, kernel and bias alone.
 
   Args:
-    hidden: [B, T, D], floats; products are in this dtype, sums in float32 or float64.
+    hidden: [B, T, D], floats; factors are in this dtype, logits and sums in float32 or float64.
     kernel: [D, V], floats.
     bias: [V], or None.
     targets: see `cross_entropy`, as for what is raised.
@@ -132,11 +132,12 @@ def _output_forward(hidden, kernel, bias, targets, weights):
     h_btd, *others = piece
     nats_of = jax.value_and_grad(lambda logits_btv: cross_entropy(logits_btv, *others)[0])
     nats, g_btv = nats_of(_logits(h_btd, kernel, bias))
-    g_rv = g_btv.reshape(-1, g_btv.shape[-1])
+    wide_rv = g_btv.reshape(-1, g_btv.shape[-1])
+    g_rv = wide_rv.astype(h_btd.dtype)
     h_rd = h_btd.reshape(-1, h_btd.shape[-1])
     of_hidden = product("rv,dv->rd", g_rv, kernel.astype(h_btd.dtype)).astype(h_btd.dtype)
     of_kernel = product("rd,rv->dv", h_rd, g_rv)
-    added = nats, of_kernel, None if bias is None else jnp.sum(g_rv, 0, dtype)
+    added = nats, of_kernel, None if bias is None else jnp.sum(wide_rv, 0, dtype)
     return jax.tree.map(jnp.add, sums, added), of_hidden.reshape(h_btd.shape)
 
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (jnp.zeros(()), kernel, bias))
@@ -158,15 +159,19 @@ _output_nats.defvjp(_output_forward, _output_backward)
 
 
 def _logits(h_btd, kernel, bias):
-  logits_btv = dot_general(h_btd, kernel.astype(h_btd.dtype), (((2,), (0,)), ((), ())))
-  return logits_btv if bias is None else logits_btv + bias.astype(h_btd.dtype)[None, None]
+  # Rounded to 16 bits, logits would cost a few hundredths of a nat (docs/faithful.md).
+  dtype = sum_dtype(h_btd)
+  wide: dict[str, Any] = {} if h_btd.dtype == dtype else dict(preferred_element_type=dtype)
+  kernel = kernel.astype(h_btd.dtype)
+  logits_btv = dot_general(h_btd, kernel, (((2,), (0,)), ((), ())), **wide)
+  return logits_btv if bias is None else logits_btv + bias.astype(dtype)[None, None]
 
 
 def _cut(hidden, kernel, targets, weights):
   """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0."""
   # Pieces of positions, unlike rows, are distributed over the devices like the batch.
   batch, length = targets.shape
-  logits_bytes = batch * length * kernel.shape[1] * hidden.dtype.itemsize
+  logits_bytes = batch * length * kernel.shape[1] * sum_dtype(hidden).itemsize
   number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * num_devices()))))
   size = -(-length // number)
   if size > 8:  # A TPU has tiles of eight places, and would copy others to join rows and places.
