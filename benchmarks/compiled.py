@@ -10,11 +10,13 @@ already is not compiled again. Prints the table of docs/accelerators.md.
 
 import argparse
 import json
+import math
 import pathlib
 import subprocess
 import sys
 import tempfile
 
+from dpjax import config as config_lib
 from dpjax import files
 
 # Vocabularies that a run gets from its text.
@@ -107,12 +109,10 @@ def main() -> None:
         if case not in report:
           config, settings = name.partition(",")[0], settings_of(name)
           settings += LARGE[name] if given.scale else ()
-          if way:
-            shape = topology.partition(":")[2]
-            devices = 1
-            for size in shape.split("x"):
-              devices *= int(size)
-            settings += [f"train.parameters={way}", f"train.batch_size={8 * devices}"]
+          devices = math.prod(map(int, (topology.partition(":")[2] or "1").split("x")))
+          rows = 8 if given.scale else -(-config_lib.load(config).train.batch_size // devices)
+          settings += [f"train.batch_size={rows * devices}"]
+          settings += [f"train.parameters={way}"] if way else []
           found = run(config, topology, settings)
           report[case] = {"settings": settings, **found}
           files.write_json(path, report)
