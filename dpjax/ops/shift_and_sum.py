@@ -260,12 +260,12 @@ def _pallas(values, gates, level_keep, platform=None):
   return kernels.shift_and_sum(values, gates, level_keep, platform=platform)
 
 
-def _fits_tpu(batch, length, levels) -> bool:
+def _fits_tpu(values, gates) -> bool:
   from dpjax.ops.experimental import shift_and_sum_tpu as kernels
 
   mesh = jax.sharding.get_abstract_mesh()
-  is_divided = num_devices() == 1 or (mesh.axis_names == (AXIS,) and batch % mesh.size == 0)
-  return is_divided and kernels.fits(length, levels)
+  is_divided = num_devices() == 1 or (mesh.axis_names == (AXIS,) and len(values) % mesh.size == 0)
+  return is_divided and kernels.fits(values.shape[1], gates.shape[3])
 
 
 def _run_default(values, gates, level_keep):
@@ -277,7 +277,7 @@ def _run_default(values, gates, level_keep):
   if not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
     if has_triton():
       runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
-    if has_libtpu() and _fits_tpu(*values.shape[:2], gates.shape[3]):
+    if has_libtpu() and _fits_tpu(values, gates):
       runs["tpu"] = partial(_pallas, level_keep=level_keep, platform="tpu")
   return by_platform(runs, values, gates)
 
