@@ -61,6 +61,24 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("section, name", [("train", "products"), ("model", "dtype")])
+@pytest.mark.usefixtures("standard_promotion")
+def test_in_bfloat16_a_stopped_run_ends_like_a_whole_one(text, tmp_path, section, name):
+  config = helpers.small_config(text)
+  ends = {}
+  for folder, dtype in (("whole", "bfloat16"), ("parts", "bfloat16"), ("wide", "float32")):
+    config[section][name] = dtype
+    if folder == "parts":
+      asked = iter([*[False] * 4, True])
+      with pytest.raises(Interrupted, match="step 5 of 12"):
+        dpjax.train(config, tmp_path / folder, should_stop=asked.__next__)
+    run, scores = dpjax.train(config, tmp_path / folder)
+    ends[folder] = run.params, scores, (tmp_path / folder / "losses.f32").read_bytes()
+  chex.assert_trees_all_equal(ends["parts"], ends["whole"])
+  assert ends["wide"][2] != ends["whole"][2]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_rate_that_falls_is_the_same_after_a_stop(text, tmp_path):
   config = helpers.pooled_config(text, "gumbel", num_steps=6, eval_every_steps=6)

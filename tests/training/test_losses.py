@@ -165,6 +165,20 @@ def test_pieces_of_bfloat16_sum_in_float32(monkeypatch):
   np.testing.assert_allclose(nats, expected_nats, rtol=0.02)
   for grad, expected in zip(grads, expected_grads, strict=True):
     np.testing.assert_allclose(grad.astype(jnp.float32), expected, rtol=0, atol=0.05)
+  # The logits are not rounded, their factors are.
+  hidden, kernel, bias = rounded
+  factors = hidden.astype(jnp.float32), kernel.astype(jnp.bfloat16).astype(jnp.float32), bias
+  of_factors = losses.output_nats(*factors, targets, weights)
+  np.testing.assert_allclose(nats, of_factors, rtol=1e-6)
+
+
+def test_pieces_are_tiles_of_eight_positions(monkeypatch):
+  bytes_of_13 = 4 * 2 * 17 * 13
+  monkeypatch.setattr(losses, "_PIECE_BYTES", bytes_of_13 // jax.device_count())
+  hidden, kernel = jnp.zeros((2, 50, 3)), jnp.zeros((3, 17))
+  weights = jnp.ones((2, 50))
+  pieces, *_ = losses._cut(hidden, kernel, weights.astype(jnp.int32), weights)
+  assert pieces.shape == (4, 2, 16, 3)
 
 
 def test_shapes_that_do_not_match_are_refused():
