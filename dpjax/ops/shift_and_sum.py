@@ -21,7 +21,7 @@ from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.platforms import AXIS, by_platform, has_libtpu, has_triton, num_devices
+from dpjax.ops.platforms import by_platform, has_libtpu, has_triton
 from dpjax.ops.products import sum_dtype
 
 
@@ -72,9 +72,8 @@ def shift_and_sum(
       dropout, Sec. 2.1). None keeps all.
     is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
       t - 2**k lies before the document. None means that each row is one document.
-    implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, and on one TPU
-      or in a run if a sequence fits a core's memory, except within `jax.shard_map`; "recompute"
-      elsewhere.
+    implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, and on a TPU (one,
+      or those of a run) if T fits, except within `jax.shard_map`; "recompute" elsewhere.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -260,14 +259,6 @@ def _pallas(values, gates, level_keep, platform=None):
   return kernels.shift_and_sum(values, gates, level_keep, platform=platform)
 
 
-def _fits_tpu(values, gates) -> bool:
-  from dpjax.ops.experimental import shift_and_sum_tpu as kernels
-
-  mesh = jax.sharding.get_abstract_mesh()
-  is_divided = num_devices() == 1 or (mesh.axis_names == (AXIS,) and len(values) % mesh.size == 0)
-  return is_divided and kernels.fits(values.shape[1], gates.shape[3])
-
-
 def _run_default(values, gates, level_keep):
   # By results/shift_and_sum.json on a CPU, results/ops_h200.json on a GPU, and on a TPU by the
   # bytes that its compiler's programs move: results/compiled_ops.json.
@@ -277,8 +268,11 @@ def _run_default(values, gates, level_keep):
   if not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
     if has_triton():
       runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
-    if has_libtpu() and _fits_tpu(values, gates):
-      runs["tpu"] = partial(_pallas, level_keep=level_keep, platform="tpu")
+    if has_libtpu():
+      from dpjax.ops.experimental import shift_and_sum_tpu as tpu
+
+      if tpu.suits(values, gates):
+        runs["tpu"] = partial(_pallas, level_keep=level_keep, platform="tpu")
   return by_platform(runs, values, gates)
 
 

@@ -59,7 +59,7 @@ def shift_and_sum(
     interpret: whether to run the kernels as JAX operations; None does so on a CPU.
     platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is that compiled for.
     tile: the rows of a GPU's tile in the forward pass, a power of 2, at least 2.
-    backward_tile: the rows of a GPU's tile in the backward pass.
+    backward_tile: the same in the backward pass.
 
   Raises:
     ValueError: there is no kernel for the platform, a dtype, or a TPU and T.
@@ -77,16 +77,14 @@ def shift_and_sum(
     options = _Options(is_interpreted, platform == "tpu", tile, backward_tile)
     return _shift_and_sum(values, gates, options)
 
-  is_short = tpu.fits(values.shape[1], gates.shape[3])
+  length, levels = gates.shape[1], gates.shape[3]
+  is_short = tpu.fits(length, levels)
   if platform == "tpu" and not is_short:
-    raise ValueError(
-      f"values: expected positions that fit the memory of a TPU's core, got {values.shape[1]}"
-    )
+    raise ValueError(f"values: expected positions that fit a TPU core's memory, got {length}")
   if platform:
     return run(values, gates)
   names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"} | ({"tpu": "tpu"} if is_short else {})
-  runs = {name: partial(run, platform=of_run) for name, of_run in names.items()}
-  return by_platform(runs, values, gates)
+  return by_platform({x: partial(run, platform=y) for x, y in names.items()}, values, gates)
 
 
 class _Options(NamedTuple):

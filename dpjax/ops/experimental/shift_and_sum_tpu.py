@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dpjax.ops.platforms import AXIS, num_devices
+
 _LANES, _ROWS, _ALIGNED = 128, 256, 8
 # The chips that are known to have 128 MiB of VMEM; others have at least 16.
 _LARGE = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
@@ -25,6 +27,13 @@ def fits(length: int, levels: int) -> bool:
   device = jax.sharding.get_abstract_mesh().abstract_device
   mib = 112 if device is not None and device.device_kind in _LARGE else 14
   return _needed(length, levels) <= mib * 2**20
+
+
+def suits(values: jax.Array, gates: jax.Array) -> bool:
+  """Whether the kernels fit, and their rows lie on one device or are divided as those of a run."""
+  mesh = jax.sharding.get_abstract_mesh()
+  is_divided = num_devices() == 1 or (mesh.axis_names == (AXIS,) and len(values) % mesh.size == 0)
+  return is_divided and fits(values.shape[1], gates.shape[3])
 
 
 def _needed(length: int, levels: int) -> int:
