@@ -153,7 +153,7 @@ def test_every_model_trains_on_every_platform(mixer, boundaries):
     config.model.boundaries.space_ids = (0,)
   traced = train_step(config, sharding.make_mesh(jax.devices()[:1]))
   texts = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "cuda", "tpu")}
-  assert len(set(texts.values())) == (2 if mixer == "attention" else len(set(texts.values())))
+  assert texts["cpu"] not in (texts["cuda"], texts["tpu"])  # Its loss is another.
   assert not any("callback" in text for text in texts.values())
 
 
