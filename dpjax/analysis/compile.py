@@ -5,8 +5,8 @@
 
 A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :NUMBER; or cpu.
 TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory and collectives are
-the compiler's. "floor" is the time that no run can beat, but for a GPU's cache: that of the bytes moved at
-the memory's bandwidth, or of the matrix products at the largest rate, whichever is longer.
+the compiler's. "floor" is the time that no run can beat, but for a GPU's cache: that of the bytes
+moved at the memory's bandwidth, or of the products at the largest rate, whichever is longer.
 """
 
 import dataclasses
