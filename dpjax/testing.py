@@ -12,8 +12,9 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from dpjax.layers.mixer import takes_starts
-from dpjax.models.stack import LayersInTurn
+from dpjax.layers.blocks import Block
+from dpjax.layers.mixer import check_input, takes_starts
+from dpjax.models.stack import Stack
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -54,7 +55,7 @@ def check_mixer(
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
   if isinstance(make, tuple):
-    make = partial(LayersInTurn, make)
+    make = partial(_LayersInTurn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in RELATIONS if relations is None else relations:
@@ -64,6 +65,37 @@ def check_mixer(
       kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
       statement = inspect.getdoc(RELATIONS[name])
       raise AssertionError(f"{name}: {statement}\n{kind}{error}") from error
+
+
+class _LayersInTurn(nn.Module):
+  """A stack of one layer more than it has mixers, as a mixer."""
+
+  make_mixers: tuple[Callable[..., nn.Module], ...]
+  max_length: int
+  dtype: jnp.dtype = jnp.float32
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None) -> Any:
+    check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    sharing = [x for x in self.stack.make_mixers() if hasattr(x, "make_positions")]
+    positions = sharing[0].make_positions()(name="positions") if sharing else None
+    named: dict[str, Any] = dict(name="layers", positions=positions)
+    if cache is not None:
+      return self.stack.with_caches(inputs.shape[2], **named)(inputs, cache, lengths)
+    return self.stack(inputs, deterministic=deterministic, is_start=is_start, **named)
+
+  def init_cache(self, batch: int, width: int) -> tuple:
+    return self.stack.init_cache(batch, width)
+
+  @property
+  def stack(self) -> Stack:
+    frame: dict[str, Any] = dict(hidden_width=7, norm="pre", activation="gelu", dtype=self.dtype)
+    blocks = []
+    for make in self.make_mixers:
+      make = partial(make, max_length=self.max_length)
+      typed = partial(make, dtype=self.dtype) if hasattr(make(parent=None), "dtype") else make
+      blocks.append(partial(Block, make_mixer=typed, **frame))
+    return Stack(len(blocks) + 1, tuple(blocks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +389,7 @@ def _has(case: _Case, name: str) -> bool:
   """Whether the mixer has a cache or takes `is_start`, which `check_mixer` must be told."""
   method = "init_cache" if name == "has_cache" else "__call__"
   module = case()
-  mixers = module.stack.make_mixers() if isinstance(module, LayersInTurn) else [module]
+  mixers = module.stack.make_mixers() if isinstance(module, _LayersInTurn) else [module]
   has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
   found = all(map(has, mixers))
   given = getattr(case, name)

@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 
 from dpjax import config as config_lib
-from dpjax import files, ops
+from dpjax import files
 from dpjax.analysis import devices, style, traffic
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
@@ -174,11 +174,12 @@ class _Programs:
     """That of a batch whose longest row has `segments`, where training would know it."""
     if not self._segments or not self._kinds or "is_start" in batch:
       return None
+    from dpjax.models import build
+
     shape, kind = batch["tokens"].shape, self._kinds[0]
     if kind.count_in(np.zeros(shape, np.int32)) is None:
       return None
-    sizes = ops.capacities(shape[1] + 1, kind.num_capacities)
-    return next(size for size in sizes if size > min(self._segments, shape[1]))
+    return build.capacity_for(kind, shape[1], min(self._segments, shape[1]))
 
 
 def _placed(arrays: Any, mesh: Any, axis: str | None) -> Any:
@@ -302,11 +303,10 @@ def table(found: Mapping[str, Any]) -> str:
     if step["unknown_loops"]:
       notes.append(f"{name}: {step['unknown_loops']} loops of unknown length, counted once")
   memory, worst = found["memory_gib"], max(x["needed_gib"] for x in found["steps"].values())
-  verdict = (
-    f"fits, {memory - worst:.2f} GiB to spare"
-    if worst <= memory
-    else (f"does not fit, by {worst - memory:.2f} GiB")
-  )
+  if all(step["fits"] for step in found["steps"].values()):
+    verdict = f"fits, {memory - worst:.2f} GiB to spare"
+  else:  # A compiler may refuse what needs less: it keeps some memory for itself.
+    verdict = f"does not fit, by {max(0.0, worst - memory):.2f} GiB"
   head = f"{found['devices']} x {memory:.2f} GiB: {verdict}"
   if "largest_batch" in found:
     notes.append(f"largest train.batch_size that fits: {found['largest_batch']}")

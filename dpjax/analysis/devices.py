@@ -124,8 +124,9 @@ def find(topology: str) -> tuple[Device, list[Any]]:
 
   name, _, shape = topology.partition(":")
   if topology == "cpu":
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", memory), jax.devices("cpu")[:1]
+    from dpjax.training import profiling
+
+    return Device("cpu", profiling.machine_memory()), jax.devices("cpu")[:1]
   if name not in DEVICES:
     known = ", ".join((*DEVICES, "cpu"))
     raise UserError(f"--topology: expected one of {known}, as v5e:2x2 or h100:8, got {topology}")

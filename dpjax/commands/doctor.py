@@ -69,11 +69,12 @@ def _devices() -> str:
 def _memory() -> str:
   import jax
 
+  from dpjax.training import profiling
+
   stats = jax.local_devices()[0].memory_stats() or {}  # None: of the machine's processor
   size, owner = stats.get("bytes_limit", 0), "of each device, for JAX"
-  if not size and hasattr(os, "sysconf"):
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    owner = "of the machine"
+  if not size:
+    size, owner = profiling.machine_memory(), "of the machine"
   return f"{size / 2**30:.1f} GiB {owner}" if size else "unknown"
 
 

@@ -219,9 +219,12 @@ def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], in
     if not kinds or jax.process_count() > 1 or "is_start" in batch:
       return None
     counts = kinds[0].count_in(batch["tokens"])
-    if counts is None:
-      return None
-    sizes = ops.capacities(batch["tokens"].shape[1] + 1, kinds[0].num_capacities)
-    return next(size for size in sizes if size > counts.max())
+    length = batch["tokens"].shape[1]
+    return None if counts is None else capacity_for(kinds[0], length, counts.max())
 
   return of_tokens
+
+
+def capacity_for(kind: Boundaries, length: int, most: int) -> int:
+  """The smallest capacity of a kind for rows of T tokens with at most so many segments."""
+  return next(size for size in ops.capacities(length + 1, kind.num_capacities) if size > most)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +9,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers.blocks import Block
-from dpjax.layers.mixer import check_input
 
 
 class Places(nn.Module):
@@ -211,48 +208,6 @@ class Stack:
     if len(self.make_blocks) == 1:
       return self.make_blocks[0](name=name)
     return Pattern(self.make_blocks, self.num_layers, name=name)
-
-
-class LayersInTurn(nn.Module):
-  """A stack of one layer more than it has mixers, as a mixer for `dpjax.testing.check_mixer`.
-
-  Attributes:
-    make_mixers: make the mixers of the layers in turn.
-    max_length: the longest T.
-    dtype: the dtype of the computation.
-  """
-
-  make_mixers: tuple[Callable[..., nn.Module], ...]
-  max_length: int
-  dtype: jnp.dtype = jnp.float32
-
-  @nn.compact
-  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None) -> Any:
-    """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
-    sharing = [x for x in self.stack.make_mixers() if hasattr(x, "make_positions")]
-    positions = sharing[0].make_positions()(name="positions") if sharing else None
-    named: dict[str, Any] = dict(name="layers", positions=positions)
-    if cache is not None:
-      return self.stack.with_caches(inputs.shape[2], **named)(inputs, cache, lengths)
-    return self.stack(inputs, deterministic=deterministic, is_start=is_start, **named)
-
-  def init_cache(self, batch: int, width: int) -> tuple:
-    """The caches of the layers."""
-    return self.stack.init_cache(batch, width)
-
-  @property
-  def stack(self) -> Stack:
-    """The stack around the mixers."""
-    given: dict[str, Any] = dict(max_length=self.max_length)
-    typed = [hasattr(make(**given, parent=None), "dtype") for make in self.make_mixers]
-    makers = [
-      partial(make, **given, **({"dtype": self.dtype} if has_dtype else {}))
-      for make, has_dtype in zip(self.make_mixers, typed, strict=True)
-    ]
-    frame: dict[str, Any] = dict(hidden_width=7, norm="pre", activation="gelu", dtype=self.dtype)
-    make_block = tuple(partial(Block, make_mixer=make, **frame) for make in makers)
-    return Stack(len(makers) + 1, make_block)
 
 
 def _own_positions(shared: Any, block: Any) -> Any:

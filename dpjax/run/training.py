@@ -24,7 +24,7 @@ from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, losses, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, profiling, sharding
 from dpjax.training import optimizer as optimizers
 
 _log = logging.getLogger(__name__)
@@ -205,12 +205,11 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
 
 def _check_memory(state: Any, parameters: str) -> None:
   """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
-  platform = sharding.make_mesh().devices.flat[0].platform
-  if platform != "cpu" or not hasattr(os, "sysconf"):
+  memory = profiling.machine_memory()
+  if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
   needed = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   if needed > memory:
     raise UserError(
       "model.num_layers, model.width, model.feed_forward_width: expected parameters that, with "

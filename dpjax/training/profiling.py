@@ -1,6 +1,7 @@
 """Compares the speed of training with that of the machine's matrix products."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,3 +96,10 @@ def product_rate(dtype: Any = jnp.float32) -> float:
   while not times or time.perf_counter() - begin < _SECONDS:
     times.append(seconds(x))
   return 2 * size**3 / min(times)
+
+
+def machine_memory() -> int:
+  """The bytes of this machine's memory; 0 if the system does not tell."""
+  if not hasattr(os, "sysconf"):
+    return 0
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
