@@ -11,7 +11,7 @@ import pytest
 
 from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
-from configs import modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
+from configs import hnet, modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
 from dpjax.data import catalog
 from dpjax.models.build import build_model
@@ -27,6 +27,7 @@ VOCABULARIES = {
   "openwebtext": 50_257,
   "finetuned": 50_257,
   "books": 5_000,
+  "hnet": 256,
   "text8": 28,  # a to z, the space, and what is unknown
 }
 CORPORA = {
@@ -37,6 +38,7 @@ CORPORA = {
   "transformer": "childrens_books",
   "dispatcher": "childrens_books",
   "we": "childrens_books",
+  "hnet": "childrens_books",
 }  # of the others the file's name says it
 # Table 1 of the Dispatcher paper. The papers' numbers are those of reproduce/papers.py, and a
 # test there finds them in the headers.
@@ -98,6 +100,7 @@ EXTRACTORS = {"she": "she", "he": "he", "we": "we", "me": "me", "he_extraction":
 COUNTED = {
   **{name: [""] for name in (*TABLE_1, "dispatcher_openwebtext", "dispatcher_finetuned")},
   **{f"modern_{name}": ["", "small"] for name in ("transformer", "dispatcher", "we")},
+  "hnet": ["", "two", "small", "two,small"],
   "extractors_childrens_books": [*EXTRACTORS, "attention_32"],
   "pooling_text8": ["fixed4", "unigram", "gumbel,middle_4", "gumbel,middle_16"],
 }
@@ -331,6 +334,7 @@ def test_the_texts_of_pooling_have_the_papers_settings():
 # Words, and what they are answered with, of each module.
 WRONG = [
   (modern_transformer, "the variant small or tiny, or none,", "smal|small,tiny"),
+  (hnet, "two, small or tiny, separated by commas,", "three|two,two|small;tiny"),
   (finetuned, "a text and tiny, of ptb, .*", "ptb,lm1b|wikitext|tiny,tiny|ptb tiny"),
   (extractors, "a mixer, .* she, he,.*", "shee|she,he|she,fig10_7|tiny,tiny|fig10_8,fig11_2"),
   (

@@ -196,6 +196,30 @@ def test_a_command_finds_theta(first, capsys):
   assert flags.endswith("--config.model.boundaries.theta_add=-0.1")
 
 
+def test_a_command_measures_the_rates_of_words_and_of_a_models_boundaries(first, capsys, tmp_path):
+  run = dpjax.load(first[0] / "a")
+  calibrate.main([str(first[0] / "a"), "--rates", "--window=19"])
+  said, flags = capsys.readouterr().out.splitlines()
+  tokens = run.data.splits["valid"]
+  rows = tokens[: len(tokens) // 19 * 19].reshape(-1, 19)
+  words = np.isin(rows, run.tokenizer.space_ids).mean(1)
+  assert 0 < words.mean() < 1 and words.std() > 0
+  rate, deviation = f"{words.mean():.4g}", f"{words.std():.4g}"
+  assert said == (
+    f"rate {rate}, with a deviation of {deviation}: boundaries for each of the characters, over "
+    f"{len(rows)} rows of 19"
+  )
+  assert flags == (
+    "--config.model.boundaries=flexitokens "
+    f"--config.model.boundaries.prior={rate} --config.model.boundaries.deviation={deviation}"
+  )
+  config = helpers.pooled_config(first[0] / "text.txt", "fixed", num_steps=1)
+  factor = config.model.boundaries.shortening_factor
+  fixed, _ = dpjax.train(config, tmp_path)
+  length = 3 * factor
+  np.testing.assert_allclose(calibrate.rates(fixed, tokens, length), 1 / factor, rtol=1e-6)
+
+
 WRONG = """
   --factor=0.2 | --factor: expected at least 1, and finite, got 0.2
   --rule=a | --rule: expected one of global, monotonic, combined, got a

@@ -1,18 +1,22 @@
-r"""Finds the theta at which `entropy_threshold` boundaries give segments of a target length.
+r"""Measures what kinds of boundaries need to know of a text.
 
   dpjax calibrate runs/bytes --factor=4.5
+  dpjax calibrate runs/bytes --rates
 
-reads the run's valid split with its model, and prints theta, the mean length of a segment,
-and the flags for dpjax train:
+reads the run's valid split with its model. The first finds the theta at which `entropy_threshold`
+boundaries give segments of a target length, the second the rate of boundaries and its deviation
+over rows, for `flexitokens`: of the run's boundaries, or of its words if it has none. Both print
+the flags for dpjax train:
 
   theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
+  rate 0.1761, with a deviation of 0.0128: boundaries for each of the bytes, over 10,240 rows of 512
 
 Lengths are in tokens. A tail shorter than a window is dropped.
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +34,34 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
   The tokens [N] are cut into B windows of T = `window`, each read on its own; one if N < T.
   """
+  from dpjax.ops import conditional_entropy
+
+  return _read(run, tokens, window, lambda _, output: conditional_entropy(output.logits))
+
+
+def rates(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
+  """The boundaries for each token, [B], float32, of every window of tokens [N]; see `entropies`.
+
+    r_b = (1 / T) sum over t of b_t
+
+  of the model's boundaries; without pooling, of those after the spaces, so of the words. Their mean
+  and standard deviation are the alpha and sigma of `dpjax.layers.FlexiTokens`. A `ValueError` if
+  the model does not pool and no token ends a word.
+  """
+  from dpjax.ops import whitespace_boundaries
+
+  ids = run.tokenizer.space_ids
+  if run.config.model.boundaries.name == "none":
+    if not ids:
+      raise UserError("run: expected token pooling, or a tokenizer with spaces, got neither")
+    return _read(run, tokens, window, lambda x, _: whitespace_boundaries(x, ids).mean(1))
+  return _read(run, tokens, window, lambda _, output: output.boundaries.mean(1))
+
+
+def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "jax.Array":
+  """What a function of windows, [B, T], and of the model's output gives, in float32."""
   import jax
   import jax.numpy as jnp
-
-  from dpjax.ops import conditional_entropy
 
   window = min(window, len(tokens))
   count, size = len(tokens) // window, run.config.eval.batch_size
@@ -42,22 +70,26 @@ def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
   @jax.jit
   def read(params, tokens_bt):
-    output: Any = run.model.apply({"params": params}, tokens_bt)
-    return conditional_entropy(output.logits).astype(jnp.float32)
+    rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
+    output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
+    return of_output(tokens_bt, output).astype(jnp.float32)
 
   parts = [read(run.params, rows[i : i + size]) for i in range(0, len(rows), size)]
   return jnp.concatenate(parts)[:count]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints theta for the run and the length given on the command line."""
+  """Prints theta for the length given on the command line, or rates."""
   from dpjax.commands import flags as command_line
 
-  about = "The theta of entropy_threshold boundaries for a mean length of segments."
+  about = "The theta of entropy_threshold boundaries, or the rates for flexitokens."
   parser, path = argparse.ArgumentParser(prog="dpjax calibrate", description=about), os.path
   parser.add_argument("run", metavar="RUN", type=path.expanduser, help="the folder of a run")
   about = "wanted mean length of segments, in tokens of the run"
-  parser.add_argument("--factor", type=float, required=True, help=about)
+  wanted = parser.add_mutually_exclusive_group(required=True)
+  wanted.add_argument("--factor", type=float, help=about)
+  about = "measure the rate of boundaries, and its deviation over rows"
+  wanted.add_argument("--rates", action="store_true", help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
   about = "second threshold in nats, for combined"
   parser.add_argument("--theta_add", type=float, default=0.0, help=about)
@@ -70,20 +102,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     command_line.check_platform()
     run = run_lib.load(given.run)
-    run_lib.check_frozen(run)
+    if not given.rates:
+      run_lib.check_frozen(run)
     window = run.window if given.window is None else given.window
     if not 1 <= window <= run.window:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    found, rule = entropies(run, run.tokens(given.split), window), (given.rule, given.theta_add)
-    theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
-    ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
-    kind = run.tokenizer.kind
-    unit = kind if kind in ("characters", "bytes") else "tokens"
-    print(
-      f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
-      f"{found.size:,} {unit} in windows of {found.shape[1]:,}"
-    )
-    settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule, ".theta": theta}
-    if given.theta_add:
-      settings[".theta_add"] = given.theta_add
+    tokens, unit = run.tokens(given.split), run.tokenizer.kind
+    unit = unit if unit in ("characters", "bytes") else "tokens"
+    if given.rates:
+      rate_b = np.asarray(rates(run, tokens, window))
+      rate, deviation = f"{rate_b.mean():.4g}", f"{rate_b.std():.4g}"
+      print(
+        f"rate {rate}, with a deviation of {deviation}: boundaries for each of the {unit}, over "
+        f"{len(rate_b):,} rows of {min(window, len(tokens)):,}"
+      )
+      settings = {"": "flexitokens", ".prior": rate, ".deviation": deviation}
+    else:
+      found, rule = entropies(run, tokens, window), (given.rule, given.theta_add)
+      theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
+      ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
+      print(
+        f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
+        f"{found.size:,} {unit} in windows of {found.shape[1]:,}"
+      )
+      settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule, ".theta": theta}
+      if given.theta_add:
+        settings[".theta_add"] = given.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))
