@@ -154,12 +154,16 @@ def test_an_interrupt_or_a_reader_that_has_enough_shows_no_traceback(workdir, en
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
   quick = helpers.environment(XLA_FLAGS=os.environ["XLA_FLAGS"])
   with subprocess.Popen(command, env=quick, **pipes) as process:
-    assert process.stdout.read(4) == b"the "  # compiles now
-    if end == "interrupt":
-      process.send_signal(signal.SIGINT)
-    else:
-      process.stdout.close()
-    complaint = process.stderr.read().decode()
+    try:
+      # An interrupt while it compiles may fall into a callback, where Python drops it.
+      assert process.stdout.read(40).startswith(b"the ")
+      if end == "interrupt":
+        process.send_signal(signal.SIGINT)
+      else:
+        process.stdout.close()
+      complaint = process.communicate(timeout=100)[1].decode()
+    finally:
+      process.kill()
   expected = (130, "\nInterrupted\n") if end == "interrupt" else (0, "")
   assert (process.returncode, complaint) == expected
 
