@@ -6,15 +6,23 @@
 --scale takes the papers' largest models and one of a billion parameters instead, with
 train.parameters replicated and sharded, and a batch of 8 rows for each device. What is in the file
 already is not compiled again. Prints the table of docs/accelerators.md.
+
+  python benchmarks/compiled.py --operators --topologies=h100,v5e --out=results/compiled_ops.json
+
+compiles the operators' implementations instead, result and gradients, in float32 unless the case
+says otherwise: passes over the first argument, which are the bytes read and written over its own,
+and temporary memory. Without the name of an implementation it is the default.
 """
 
 import argparse
+import functools
 import json
 import math
 import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 
 from dpjax import config as config_lib
 from dpjax import files
@@ -88,14 +96,101 @@ def row(case: str, found: dict) -> str:
   )
 
 
+def operators() -> Iterator[tuple[str, Callable, Sequence[Sequence[int]], str]]:
+  """A name, a function, the shapes of its arguments and their dtype."""
+  from dpjax import ops
+
+  for batch, length in ((20, 512), (20, 4096), (4, 16_384)):
+    shapes = [(batch, length, 512), (batch, length, ops.num_levels(length))]
+    for name in (None, "recompute", "matrix"):
+
+      def of_case(values, gates, name=name):  # An axis of one head would be padded on a TPU.
+        heads = values[:, :, None], gates[:, :, None]
+        return ops.shift_and_sum(*heads, implementation=name)[:, :, 0]
+
+      yield f"shift_and_sum, {batch} x {length:,} x 512, {name}", of_case, shapes, "float32"
+  for batch, length in ((64, 128), (16, 512), (1, 4096)):
+    for rank in (1, 2, 3) if length < 4096 else (1, 2):
+      shapes = [(batch, length, 128), (length, 128, 128)[:rank]]
+      for name in (None, "toeplitz", "scan", "fft"):
+        of_case = functools.partial(ops.causal_convolution, implementation=name)
+        case = f"causal_convolution, rank {rank}, {batch} x {length:,} x 128, {name}"
+        yield case, of_case, shapes, "float32"
+  for batch, length in ((20, 512), (4, 2048), (1, 8192), (1, 16_384)):
+    row = batch, length, 8, 64
+    for dtype in ("float32", "bfloat16"):
+      case = f"{batch} x {length:,}, {dtype}, None"
+      yield f"causal_attention, {case}", ops.causal_attention, [row] * 3, dtype
+      shapes = [row] * 3 + [row[1:], row[2:], row[2:]]
+      yield f"relative_attention, {case}", ops.relative_attention, shapes, dtype
+
+
+def operator_table(report: dict, topologies: Sequence[str]) -> Iterator[str]:
+  """The lines of the table: passes and MiB of each topology, for each case."""
+  yield "| | " + " | ".join(f"{x}: passes | MiB" for x in topologies) + " |"
+  yield "|---|" + "---:|---:|" * len(topologies)
+  for name, *_ in operators():
+    found = [report.get(f"{name}, {topology}") for topology in topologies]
+    cells = [f"{x['passes']:,} | {x['temporary_mib']:,}" if x else "does not fit | " for x in found]
+    yield f"| {name.replace(', None', '')} | {' | '.join(cells)} |"
+
+
+def measure_operators(topology: str, path: pathlib.Path, only: str) -> None:
+  """Compiles `operators` for one device, and writes what they move and take."""
+  import jax
+
+  from dpjax.analysis import devices, traffic
+  from dpjax.training import sharding
+
+  mesh = sharding.make_mesh(devices.find(topology)[1][:1])
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  report = files.read_json(path)
+  for name, function, shapes, dtype in operators():
+    case = f"{name}, {topology}"
+    if only not in case or case in report:
+      continue
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
+
+    def gradients(cotangent, *given, function=function):
+      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        result, pull = jax.vjp(function, *given)
+        return result, *pull(cotangent)
+
+    lowered = jax.jit(gradients).lower(arguments[0], *arguments)
+    try:
+      program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      report[case] = None
+      files.write_json(path, report)
+      continue
+    size = math.prod(shapes[0]) * arguments[0].dtype.itemsize
+    report[case] = {
+      "passes": round(traffic.count(program.as_text()).bytes / size, 1),
+      "temporary_mib": round(program.memory_analysis().temp_size_in_bytes / 2**20, 1),
+    }
+    files.write_json(path, report)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--topologies", default="h100,v5e:2x2")
   parser.add_argument("--scale", action="store_true", help="the largest models, distributed")
-  parser.add_argument("--only", default="", help="configurations whose name has this")
+  parser.add_argument("--operators", action="store_true", help="operators instead of training")
+  parser.add_argument("--only", default="", help="cases whose name has this")
   parser.add_argument("--out", default="results/compiled.json")
   given = parser.parse_args()
   path = pathlib.Path(given.out)
+  if given.operators:
+    from dpjax.analysis import devices
+
+    devices.prepare()
+    topologies = given.topologies.split(",")
+    for topology in topologies:
+      measure_operators(topology, path, given.only)
+    print(*operator_table(files.read_json(path), topologies), sep="\n")
+    return
   report = files.read_json(path)
   print("| | GiB a device | fits | compiled in, s | floor, ms | collectives |")
   print("|---|---:|---|---:|---:|---|")

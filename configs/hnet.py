@@ -7,7 +7,7 @@
 After the colon, separated by commas:
 
   two    segments of 2.6 bytes, and segments of 2 of these; without it of 5.2, as words are
-  small  windows of 512, width 128 and 1,200 updates of 8 rows, for a CPU
+  small  windows of 512, width 128 and 800 updates of 8 rows, for a CPU
   tiny   a minute or two on a CPU
 
 The layers on bytes, and those between two stages, are short convolutions and local attention in
@@ -65,7 +65,7 @@ def get_config(variant: str = ""):
       model.middle.middle = config_lib.middle(width=384, feed_forward_width=1024)
 
   if is_small:
-    steps = dict(num_steps=1_200, eval_every_steps=300)
+    steps = dict(num_steps=800, eval_every_steps=200)
     config.train.update(dict(batch_size=8, learning_rate=2e-3, **steps))
   config.data.tokenizer = "bytes"
   config.sample.length = 300
