@@ -90,7 +90,8 @@ def rows_of_trajectories():
     yield *run.split(", "), ", ".join(f"{x:.2f}" for x in sorted(by_seed.values()))
   for name, model in result("trajectories/products")["models"].items():
     away = [f"{np.mean(x):+.4f}" if x else "-" for x in model["difference"].values()]
-    limits = [f"{model[limit]:.4f}" for limit in ("standard_deviation", "range", "margin")]
+    known = ("standard_deviation", "range", "margin")  # Four models have no seeds.
+    limits = [f"{model[limit]:.4f}" if limit in model else "-" for limit in known]
     yield name, f"{np.mean(model['float32']):.4f}", *away, *limits
 
 

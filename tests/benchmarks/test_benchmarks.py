@@ -99,3 +99,6 @@ def test_the_tables_of_compiled_programs_are_those_of_the_results():
   rows = [compiled.row(case, found) for case, found in report.items()]
   assert len(rows) > 40 and [row for row in rows if row not in page] == []
   assert not any("failed" in found for found in report.values())
+  report = json.loads((helpers.ROOT / "results/compiled_ops.json").read_text(encoding="utf-8"))
+  rows = [*compiled.operator_table(report, ("h100", "v5e"))]
+  assert len(rows) > 40 and [row for row in rows if row not in page] == []
