@@ -7,7 +7,7 @@
 After the colon, separated by commas:
 
   two    segments of 2.6 bytes, and segments of 2 of these; without it of 5.2, as words are
-  small  windows of 512, width 128 and 800 updates of 8 rows, for a CPU
+  small  windows of 512, width 128 and 600 updates of 8 rows, for a CPU
   tiny   a minute or two on a CPU
 
 The layers on bytes, and those between two stages, are short convolutions and local attention in
@@ -24,7 +24,7 @@ Downloads the texts of configs/extractors_childrens_books.py into data/, or take
 --config.data.path, or --config.data.name=hf:OWNER/NAME.
 
 Parameters:      21.1M, two 24.5M, small 1.7M, two,small 2.5M
-Hardware, hours: small some minutes on one core of an AMD EPYC
+Hardware, hours: small five to ten minutes on one core of an AMD EPYC
 Bits per byte:   docs/guides/hnet.md
 
 Source: Hwang et al. 2025, arXiv:2507.07955; the short convolution: Liquid AI 2025, LFM2.
@@ -65,7 +65,7 @@ def get_config(variant: str = ""):
       model.middle.middle = config_lib.middle(width=384, feed_forward_width=1024)
 
   if is_small:
-    steps = dict(num_steps=800, eval_every_steps=200)
+    steps = dict(num_steps=600, eval_every_steps=150)
     config.train.update(dict(batch_size=8, learning_rate=2e-3, **steps))
   config.data.tokenizer = "bytes"
   config.sample.length = 300
