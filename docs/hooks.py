@@ -18,7 +18,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
   """Points the links that hold in the repository to where the site has the pictures."""
-  return markdown.replace("](../results/", "](results/")
+  markdown = markdown.replace("](../results/", "](results/")
+  return markdown.replace("](../../results/", "](../results/")  # of the guides
 
 
 def on_page_content(html, page, config, files):
