@@ -214,7 +214,7 @@ def test_a_command_measures_the_rates_of_words_and_of_a_models_boundaries(first,
     f"--config.model.boundaries.prior={rate} --config.model.boundaries.deviation={deviation}"
   )
   config = helpers.pooled_config(first[0] / "text.txt", "fixed", num_steps=1)
-  factor = config.model.boundaries.shortening_factor
+  factor = config.model.boundaries.shortening_factor = 3
   fixed, _ = dpjax.train(config, tmp_path)
   length = 3 * factor
   np.testing.assert_allclose(calibrate.rates(fixed, tokens, length), 1 / factor, rtol=1e-6)
