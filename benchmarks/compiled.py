@@ -130,16 +130,19 @@ def operator_table(report: dict, topologies: Sequence[str]) -> Iterator[str]:
   yield "| | " + " | ".join(f"{x}: passes | MiB" for x in topologies) + " |"
   yield "|---|" + "---:|---:|" * len(topologies)
   for name, *_ in operators():
-    found = [report.get(f"{name}, {topology}") for topology in topologies]
+    found = [report[f"{name}, {topology}"] for topology in topologies]
     cells = [f"{x['passes']:,} | {x['temporary_mib']:,}" if x else "does not fit | " for x in found]
     yield f"| {name.replace(', None', '')} | {' | '.join(cells)} |"
 
 
 def measure_operators(topology: str, path: pathlib.Path, only: str) -> None:
   """Compiles `operators` for one device, and writes what they move and take."""
+  from dpjax.analysis import devices
+
+  devices.prepare()
   import jax
 
-  from dpjax.analysis import devices, traffic
+  from dpjax.analysis import traffic
   from dpjax.training import sharding
 
   mesh = sharding.make_mesh(devices.find(topology)[1][:1])
@@ -183,13 +186,11 @@ def main() -> None:
   given = parser.parse_args()
   path = pathlib.Path(given.out)
   if given.operators:
-    from dpjax.analysis import devices
-
-    devices.prepare()
     topologies = given.topologies.split(",")
     for topology in topologies:
       measure_operators(topology, path, given.only)
-    print(*operator_table(files.read_json(path), topologies), sep="\n")
+    if not given.only:
+      print(*operator_table(files.read_json(path), topologies), sep="\n")
     return
   report = files.read_json(path)
   print("| | GiB a device | fits | compiled in, s | floor, ms | collectives |")

@@ -34,8 +34,6 @@ from configs import modern_transformer
 from dpjax import config as config_lib
 from dpjax.errors import UserError
 
-OUTER = ("short_convolution", "local_attention")
-
 
 def get_config(variant: str = ""):
   words = [word for word in variant.split(",") if word]
@@ -53,23 +51,18 @@ def get_config(variant: str = ""):
   model.boundaries = config_lib.boundaries("routing", factor=5.2, weight=weight)
   for stack in (model.first, model.last):
     stack.update(dict(num_layers=2 if is_small else 4, mixer=outer))
-  if not is_small:
+  if not {"small", "tiny"} & set(words):
     model.middle = config_lib.middle(width=384, feed_forward_width=1024)
   if "two" in words:
     kind = config_lib.boundaries("routing", factor=2.0, weight=weight, num_capacities=4)
     model.boundaries.update(factor=2.6, num_capacities=4)
-    model.middle = config_lib.middle(kind)
+    model.middle = config_lib.middle(kind, middle=model.middle)
     for stack in (model.middle.first, model.middle.last):
       stack.update(dict(num_layers=2, mixer=outer))
-    if not is_small:
-      model.middle.middle = config_lib.middle(width=384, feed_forward_width=1024)
 
   if is_small:
     steps = dict(num_steps=600, eval_every_steps=150)
     config.train.update(dict(batch_size=8, learning_rate=2e-3, **steps))
   config.data.tokenizer = "bytes"
   config.sample.length = 300
-  if "tiny" in words and model.middle is not None:
-    innermost = model.middle if model.middle.middle is None else model.middle.middle
-    innermost.update(width=0, feed_forward_width=0)
   return config_lib.apply_variant(config, "tiny" if "tiny" in words else "")

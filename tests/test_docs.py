@@ -99,6 +99,21 @@ def test_the_page_on_faithfulness_has_the_tables_of_the_trajectories():
   assert_said(*(f"| {' | '.join(cells)} |" for cells in rows_of_trajectories()), page=FAITHFUL)
 
 
+def test_the_pages_have_the_scores_of_what_was_trained():
+  rows = [
+    f"| {run['parameters'] / 1e6:.2f}M | {run['test']['bits_per_character']:.3f} |"
+    for run in result("hnet")["runs"]
+  ]
+  assert len(rows) == 6
+  assert_said(*rows, page=(DOCS / "guides/hnet.md").read_text(encoding="utf-8"))
+  by_name = {}
+  for run in result("mixers_in_turn")["runs"]:
+    if run["seed"] == 0:
+      by_name.setdefault(run["name"], []).append(f"{run['test']['bits_per_character']:.3f}")
+  assert len(by_name) == 5
+  assert_said(*(f"M | {' | '.join(cells)} |" for cells in by_name.values()), page=RESULTS)
+
+
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 150
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
