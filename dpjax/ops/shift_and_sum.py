@@ -21,8 +21,10 @@ from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.platforms import by_platform, has_libtpu, has_triton
+from dpjax.ops.platforms import by_platform, has_libtpu, has_triton, num_devices
 from dpjax.ops.products import sum_dtype
+
+_BLOCK = 128  # features of a row whose gradients a CPU computes at a time
 
 
 def num_levels(max_length: int) -> int:
@@ -58,7 +60,8 @@ def shift_and_sum(
   - "loop", Alg. 1 to the letter: the reference.
   - "unrolled", with static shifts.
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
-    instead of O(B T H E K). On a CPU it does so one block of features at a time.
+    instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
+    levels fit into the caches.
   - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), O(T**1.5) work. It rounds bfloat16
     between two products, and a later inf or nan affects the past.
   - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU.
@@ -157,6 +160,18 @@ def _unrolled(values, gates, level_keep):
   return v_bthe.astype(values.dtype)
 
 
+def _each_row(run, *arrays):
+  """`run` of one row of each device at a time: what its levels write stays in a CPU's caches."""
+  devices = num_devices() if len(arrays[0]) % num_devices() == 0 else 1
+  rows = [jnp.moveaxis(x.reshape(devices, -1, *x.shape[1:]), 1, 0) for x in arrays]
+  results = lax.map(lambda x: run(*x), rows)
+  return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]), results)
+
+
+def _scan_rows(values, gates, level_keep):
+  return _each_row(partial(_scan, level_keep=level_keep), values, gates)
+
+
 def _scan(values, gates, level_keep):
   length, dtype = values.shape[1], sum_dtype(values, gates)
 
@@ -178,7 +193,7 @@ def _scan(values, gates, level_keep):
 
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
-  cpu, default = (partial(f, level_keep=level_keep) for f in (_pull_blocks, _pull))
+  cpu, default = (partial(f, level_keep=level_keep) for f in (_pull_rows, _pull))
   return *by_platform({"cpu": cpu, "default": default}, values, gates, grad), None
 
 
@@ -186,19 +201,24 @@ def _pull(values, gates, grad, level_keep):
   return jax.vjp(partial(_unrolled, level_keep=level_keep), values, gates)[1](grad)
 
 
-def _pull_blocks(values, gates, grad, level_keep):
+def _pull_rows(values, gates, grad, level_keep):
+  if level_keep is None:
+    # With branches between the levels, XLA does not compute a level again for each later one.
+    level_keep = lax.optimization_barrier(jnp.ones(gates.shape[3], bool))
+  rows, features, levels = values.shape[0], values.shape[3], gates.shape[3]
+  # All levels of one block take at most the room of two levels of all features and rows.
+  room = 2 * rows * features // levels
+  size = min(features, _BLOCK, max(room // 8 * 8, -(-room // 2)))
+  return _each_row(partial(_pull_blocks, size, level_keep=level_keep), values, gates, grad)
+
+
+def _pull_blocks(size, values, gates, grad, level_keep):
   features, levels = values.shape[3], gates.shape[3]
   dtype = sum_dtype(values, gates)
-  keep = [None] * levels if level_keep is None else list(level_keep)
   c_bth = [gates[..., k].astype(dtype) for k in range(levels)]
-  # All levels of one block take the room of one or two levels of all features, in vectors of 8.
-  size = min(features, max(-(-features // levels), 2 * features // levels // 8 * 8))
 
   def write(x, part, start):
-    if level_keep is not None:
-      return jnp.concatenate([x[:, :start], part, x[:, start + part.shape[1] :]], axis=1)
-    # Without branches between the levels, XLA would compute the concatenation again in each.
-    return lax.dynamic_update_slice_in_dim(x, part, start, axis=1)
+    return jnp.concatenate([x[:, :start], part, x[:, start + part.shape[1] :]], axis=1)
 
   def block(i, carry):
     dv_bthe, dc_bth = carry[0], list(carry[1])
@@ -217,7 +237,7 @@ def _pull_blocks(values, gates, grad, level_keep):
         more_bthe = c_bth[:, shift:, :, None] * v_bthe[:, :-shift]
         return write(v_bthe, v_bthe[:, shift:] + more_bthe, shift)
 
-      v_bthe.append(_run_if(keep[k], level, v_bthe[k]))
+      v_bthe.append(_run_if(level_keep[k], level, v_bthe[k]))
 
     g_bthe = cut(grad)
     for k in reversed(range(levels)):
@@ -232,21 +252,19 @@ def _pull_blocks(values, gates, grad, level_keep):
         more_bthe = c_bth[:, shift:, :, None] * g_bthe[:, shift:]
         return write(g_bthe, g_bthe[:, :-shift] + more_bthe, 0), dc_bth
 
-      g_bthe, dc_bth[k] = _run_if(keep[k], gradients, (g_bthe, dc_bth[k]))
+      g_bthe, dc_bth[k] = _run_if(level_keep[k], gradients, (g_bthe, dc_bth[k]))
 
     dv_bthe = lax.dynamic_update_slice_in_dim(dv_bthe, g_bthe.astype(values.dtype), start, axis=3)
     return dv_bthe, dc_bth
 
-  any_keep = None if level_keep is None else level_keep.any()
   init = grad, [jnp.zeros_like(c) for c in c_bth]
-  blocks = partial(lax.fori_loop, 0, -(-features // size), block)
-  dv_bthe, dc_bth = _run_if(any_keep, blocks, init)
+  dv_bthe, dc_bth = lax.fori_loop(0, -(-features // size), block, init)
   return dv_bthe, jnp.stack(dc_bth, axis=3).astype(gates.dtype)
 
 
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
-  cpu, default = (partial(run, level_keep=level_keep) for run in (_scan, _unrolled))
+  cpu, default = (partial(run, level_keep=level_keep) for run in (_scan_rows, _unrolled))
   return by_platform({"cpu": cpu, "default": default}, values, gates)
 
 

@@ -1,10 +1,15 @@
 """Dropout: its rate, its scale, its gradient, and that draws are independent."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from dpjax import ops
+
+module = importlib.import_module("dpjax.ops.dropout")
 
 
 def test_rate_and_scale():
@@ -17,20 +22,32 @@ def test_rate_and_scale():
   # 5 standard deviations of the mean of so many.
   spread = 5 * (rate * (1 - rate) / is_kept.size) ** 0.5
   assert abs(is_kept.mean() - (1 - rate)) < spread
-  # Two elements share a word of 32 bits: the second must not follow the first.
-  first, second = is_kept[..., 0:-1:2], is_kept[..., 1::2]
-  both = (first & second).mean()
-  assert abs(both - (1 - rate) ** 2) < 2 * 5 * (rate / first.size) ** 0.5
+  # Of 113 elements in quarters of 29, those a quarter apart share a word, those two a block of two
+  # words: the second must not follow the first.
+  for distance in (1, 29, 58):
+    both = (is_kept[..., distance:] & is_kept[..., :-distance]).mean()
+    assert abs(both - (1 - rate) ** 2) < 2 * 5 * (rate / (is_kept.size / 2)) ** 0.5
   for axis in range(3):
     means = is_kept.mean(axis=tuple({0, 1, 2} - {axis}))
     spread = 6 * (rate * (1 - rate) * shape[axis] / is_kept.size) ** 0.5
     assert np.all(abs(means - (1 - rate)) < spread)
 
 
+def test_threefry():
+  # The known answers of the authors' Random123, for counts and keys of 0 and of ones.
+  for word, expected in ((0, (0x6B200159, 0x99BA4EFE)), (2**32 - 1, (0x1CB996FC, 0xBB002BE7))):
+    x = jnp.asarray(word, jnp.uint32)
+    assert tuple(map(int, module.threefry(jnp.stack([x, x]), x, x))) == expected
+  key = jax.random.bits(jax.random.key(7), (2,), jnp.uint32)
+  high, low = jax.random.bits(jax.random.key(8), (2, 5, 3), jnp.uint32)
+  expected = threefry_2x32(key, jnp.concatenate([high.ravel(), low.ravel()]))
+  np.testing.assert_array_equal(jnp.stack(module.threefry(key, high, low)).ravel(), expected)
+
+
 def test_thresholds(monkeypatch):
   """Of the 2**16 values of the bits, as many are kept as the rate says."""
-  every = np.arange(2**16, dtype=np.uint16).view(np.uint32)
-  monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.asarray(every))
+  every = jnp.asarray(np.arange(2**16, dtype=np.uint16).view(np.uint32))
+  monkeypatch.setattr(module, "threefry", lambda key, high, low: jnp.split(every, 2))
   kept_of = {0.1: 58982, 0.2: 52429, 0.5: 2**15, 1e-6: 2**16, 0.999999: 1}
   for rate, kept in kept_of.items():
     outputs = ops.dropout(jnp.ones(2**16), rate, jax.random.key(0))
