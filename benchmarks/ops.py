@@ -268,7 +268,7 @@ def draw_boundaries(batch: int, length: int) -> tuple[jax.Array, int]:
 def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool) -> harness.Case:
   """Gradients of the middle layers of the pooling paper's model."""
   num_layers, num_heads, hidden_width = (2, 2, 32) if quick else (8, 8, 2048)
-  sizes = ops.capacities(length + 1, 3 if quick else 8)
+  sizes = ops.capacities(length + 1, 3 if quick else 5)
   mixer = functools.partial(
     attention_layers.RelativeAttention, num_heads=num_heads, max_length=length + 1
   )

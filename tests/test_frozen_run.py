@@ -218,6 +218,8 @@ def test_a_command_measures_the_rates_of_words_and_of_a_models_boundaries(first,
   fixed, _ = dpjax.train(config, tmp_path)
   length = 3 * factor
   np.testing.assert_allclose(calibrate.rates(fixed, tokens, length), 1 / factor, rtol=1e-6)
+  with pytest.raises(SystemExit, match="rates: expected neither --rule nor --theta_add"):
+    calibrate.main([str(first[0] / "a"), "--rates", "--theta_add=0.1"])
 
 
 WRONG = """

@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from dpjax import run as run_lib
 
     command_line.check_platform()
+    if given.rates and (given.rule, given.theta_add) != ("global", 0.0):
+      raise UserError("rates: expected neither --rule nor --theta_add, which belong to --factor")
     run = run_lib.load(given.run)
     if not given.rates:
       run_lib.check_frozen(run)

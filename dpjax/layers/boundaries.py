@@ -244,7 +244,7 @@ class Whitespace(Boundaries):
 
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 8
+  num_capacities: int = 5
 
   def __call__(self, hidden, tokens, **_):
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
@@ -276,7 +276,7 @@ class SpaceByte(Boundaries):
   space_ids: tuple[int, ...] = ()
   end_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 8
+  num_capacities: int = 5
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
     found = ops.spacelike_boundaries(

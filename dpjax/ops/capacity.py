@@ -11,15 +11,17 @@ from dpjax.ops import checks
 
 
 def capacities(longest: int, number: int) -> tuple[int, ...]:
-  """Evenly spaced capacities up to the longest.
+  """The longest, and below it capacities evenly spaced up to its half.
 
-    capacities(9, 4)  ->  (3, 5, 7, 9)
+    capacities(9, 4)  ->  (2, 3, 5, 9)
 
-  They are ceil(longest * i / number) for i = 1 .. number, without repetitions.
+  They are ceil(longest / 2 * i / (number - 1)) for i = 1 .. number - 1, without repetitions: more
+  segments than half as many as tokens are rare, and each capacity takes long to compile.
   """
   checks.integer("longest", longest)
   checks.integer("number", number, most=2**16)
-  return tuple(sorted({-(-longest * i // number) for i in range(1, number + 1)}))
+  below = {-(-longest * i // (2 * number - 2)) for i in range(1, number)}
+  return tuple(sorted({*below, longest}))
 
 
 def run_at_capacity(

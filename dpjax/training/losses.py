@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,6 +91,7 @@ def _wide(x) -> jax.Array:
 _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
 _PIECE_BYTES = 2**26  # of the logits of one piece, on each device
+_CACHED_BYTES = 2**24  # the same, for the caches of a CPU
 
 
 def output_nats(
@@ -117,15 +119,27 @@ def output_nats(
 
 
 @jax.custom_vjp
-def _output_nats(hidden, kernel, bias, targets, weights) -> jax.Array:
+def _output_nats(*arrays) -> jax.Array:
+  return _by_platform(_sum_pieces, *arrays)
+
+
+def _output_forward(*arrays):
+  return _by_platform(_differentiate_pieces, *arrays)
+
+
+def _by_platform(function, *arrays):
+  return by_platform({"cpu": partial(function, True), "default": partial(function, False)}, *arrays)
+
+
+def _sum_pieces(is_cached, hidden, kernel, bias, targets, weights):
   def add_piece(nats, piece):
     return nats + cross_entropy(_logits(piece[0], kernel, bias), *piece[1:])[0], None
 
-  pieces = _cut(hidden, kernel, targets, weights)
+  pieces = _cut(is_cached, hidden, kernel, targets, weights)
   return lax.scan(add_piece, jnp.zeros((), sum_dtype(hidden)), pieces)[0]
 
 
-def _output_forward(hidden, kernel, bias, targets, weights):
+def _differentiate_pieces(is_cached, hidden, kernel, bias, targets, weights):
   dtype = sum_dtype(hidden)
 
   def add_piece(sums, piece):
@@ -143,7 +157,7 @@ def _output_forward(hidden, kernel, bias, targets, weights):
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (jnp.zeros(()), kernel, bias))
   zeros = replicate(zeros)
   (nats, of_kernel, of_bias), pieces = lax.scan(
-    add_piece, zeros, _cut(hidden, kernel, targets, weights)
+    add_piece, zeros, _cut(is_cached, hidden, kernel, targets, weights)
   )
   of_hidden = jnp.moveaxis(pieces, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
   of_layer = jax.tree.map(lambda x, y: x.astype(y.dtype), (of_kernel, of_bias), (kernel, bias))
@@ -167,12 +181,15 @@ def _logits(h_btd, kernel, bias):
   return logits_btv if bias is None else logits_btv + bias.astype(dtype)[None, None]
 
 
-def _cut(hidden, kernel, targets, weights):
+def _cut(is_cached, hidden, kernel, targets, weights):
   """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0."""
   # Pieces of positions, unlike rows, are distributed over the devices like the batch.
-  batch, length = targets.shape
-  logits_bytes = batch * length * kernel.shape[1] * sum_dtype(hidden).itemsize
-  number = min(length, max(1, -(-logits_bytes // (_PIECE_BYTES * num_devices()))))
+  (batch, length), (width, vocab_size) = targets.shape, kernel.shape
+  row_bytes = vocab_size * sum_dtype(hidden).itemsize
+  # With fewer rows than features, to add up the kernel's gradients would take longer than logits.
+  cached_bytes = max(_CACHED_BYTES, width * row_bytes) if is_cached else _PIECE_BYTES
+  piece_bytes = min(_PIECE_BYTES, cached_bytes)
+  number = min(length, max(1, -(-batch * length * row_bytes // (piece_bytes * num_devices()))))
   size = -(-length // number)
   if size > 8:  # A TPU has tiles of eight places, and would copy others to join rows and places.
     size = min(length, -(-size // 8) * 8)

@@ -117,14 +117,15 @@ def test_a_batch_over_devices():
   assert helpers.collectives(compiled) == {"all-reduce"}
 
 
-def test_capacities_rise_evenly_to_the_longest():
-  assert capacities(9, 4) == (3, 5, 7, 9) and capacities(3, 5) == (1, 2, 3)
+def test_capacities_rise_evenly_to_half_of_the_longest():
+  assert capacities(9, 4) == (2, 3, 5, 9) and capacities(3, 5) == (1, 2, 3)
   for longest in (1, 2, 13, 2049):
-    for number in (1, 2, 8):
-      sizes = capacities(longest, number)
-      assert sizes[-1] == longest and len(sizes) == min(number, longest)
-      steps = np.diff([0, *sizes])
-      assert steps.min() >= 1 and steps.max() - steps.min() <= 1
+    for number in (1, 2, 5):
+      *sizes, last = capacities(longest, number)
+      assert last == longest and len(sizes) == min(number - 1, -(-longest // 2), longest - 1)
+      if sizes:
+        steps = np.diff([0, *sizes])
+        assert sizes[-1] == -(-longest // 2) and steps.max() - steps.min() <= 1 <= steps.min()
   with pytest.raises(ValueError, match="longest: expected at least 1, got 0"):
     capacities(0, 3)
   with pytest.raises(ValueError, match="number: expected at least 1, got 0"):

@@ -177,8 +177,22 @@ def test_pieces_are_tiles_of_eight_positions(monkeypatch):
   monkeypatch.setattr(losses, "_PIECE_BYTES", bytes_of_13 // jax.device_count())
   hidden, kernel = jnp.zeros((2, 50, 3)), jnp.zeros((3, 17))
   weights = jnp.ones((2, 50))
-  pieces, *_ = losses._cut(hidden, kernel, weights.astype(jnp.int32), weights)
+  pieces, *_ = losses._cut(False, hidden, kernel, weights.astype(jnp.int32), weights)
   assert pieces.shape == (4, 2, 16, 3)
+
+
+@pytest.mark.parametrize("width, size", [(3, 5), (14, 7), (100, 50)])
+def test_pieces_on_a_cpu_have_as_many_rows_as_the_caches_hold_or_the_kernel_has(
+  monkeypatch, width, size
+):
+  monkeypatch.setattr(losses, "_CACHED_BYTES", 4 * 2 * 17 * 5)
+  hidden, kernel = jnp.zeros((2, 50, width)), jnp.zeros((width, 17))
+  targets, mesh = jnp.zeros((2, 50), int), jax.make_mesh((1,), ("data",))
+  with jax.set_mesh(mesh):
+    grad = jax.grad(lambda h: losses.output_nats(h, kernel, None, targets, jnp.ones((2, 50))))
+    for platform, expected in (("cpu", size), ("tpu", 50)):
+      lowered = jax.jit(grad).trace(hidden).lower(lowering_platforms=(platform,)).as_text()
+      assert f"2x{expected}x17xf32" in lowered
 
 
 def test_shapes_that_do_not_match_are_refused():
