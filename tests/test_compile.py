@@ -127,6 +127,15 @@ def test_sharded_parameters_are_gathered_and_activations_stay():
   assert all(size <= most[kind] for kind, (_, size) in found.collectives.items())
 
 
+def test_relative_positions_are_gathered_before_the_tiles():
+  config = small(mixer="relative_attention", vocab_size=40)
+  config.model.max_length, layers = 264, config.model.num_layers  # Three blocks: six tiles.
+  programs = compile_lib._Programs(config, jax.devices(), 0)
+  step, arguments, known = programs.train()
+  found = traffic.count(step.lower(*arguments, **known).compile().as_text())
+  assert found.collectives["all-gather"][0] <= layers
+
+
 def train_step(config, mesh):
   model, update = build.build_model(config.model), optax.adam(0.1)
   state = step.abstract_state(model, update, 0, mesh)

@@ -13,6 +13,7 @@ from jax import lax
 
 from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
+from dpjax.ops.platforms import replicate
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -39,7 +40,7 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
   if relative is not None:
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = positions_hre, *relative[1:]
+    relative = replicate((positions_hre, *relative[1:]))
   # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
   zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
   zero = sum(zeros, jnp.float32(0))
