@@ -249,7 +249,7 @@ MADE = optimizers() | {
 REFUSED = {
   "lbfgs": "^optimizer: expected one that updates with .* 'value_fn'",
   "sophia": "^optimizer: .* obj_fn must be provided",
-  "scale_by_muon": "^optimizer: expected one that updates with .* ValueError: (Expected dict|pytree)",
+  "scale_by_muon": "^optimizer: .* ValueError: (Expected dict, got None|pytree structure)",
   "lookahead": "^optimizer: .* no attribute 'fast'",
   "monitor": "^optimizer: .* to keep the form of the state, got float32 .* for .*norm",
   "a type that files do not have": "^optimizer: expected arrays to save, got 1.1 of uint4",
