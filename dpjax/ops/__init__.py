@@ -59,12 +59,12 @@ from dpjax.ops.segments import segment_ids as segment_ids
 from dpjax.ops.segments import segment_starts as segment_starts
 from dpjax.ops.segments import upsample_segments as upsample_segments
 from dpjax.ops.shift_and_sum import SHIFT_AND_SUM as SHIFT_AND_SUM
-from dpjax.ops.shift_and_sum import ShiftAndSumCache as ShiftAndSumCache
 from dpjax.ops.shift_and_sum import dispatch_matrix as dispatch_matrix
-from dpjax.ops.shift_and_sum import init_shift_and_sum_cache as init_shift_and_sum_cache
 from dpjax.ops.shift_and_sum import num_levels as num_levels
 from dpjax.ops.shift_and_sum import shift_and_sum as shift_and_sum
-from dpjax.ops.shift_and_sum import shift_and_sum_cached as shift_and_sum_cached
+from dpjax.ops.shift_and_sum_cache import ShiftAndSumCache as ShiftAndSumCache
+from dpjax.ops.shift_and_sum_cache import init_shift_and_sum_cache as init_shift_and_sum_cache
+from dpjax.ops.shift_and_sum_cache import shift_and_sum_cached as shift_and_sum_cached
 from dpjax.ops.short_convolution import (
   init_short_convolution_cache as init_short_convolution_cache,
 )

@@ -20,8 +20,8 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
 
   An element takes 16 random bits of `threefry`, so the probability is the multiple of 2**-16
-  nearest to `rate`, in [0, 1). `jax.random` would spend 64 on each, and on a CPU one core alone
-  would draw them, a tenth of a training step.
+  nearest to `rate`, in [0, 1). `jax.random` would spend 64 on each, a tenth of a training step on
+  a CPU.
 
   Raises:
     ValueError: `rate` is outside of [0, 1), the inputs are no floats, or a key is missing.
@@ -48,7 +48,7 @@ def threefry(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array
   """Threefry-2x32 with 20 rounds, the generator of `jax.random`: two random words for each count.
 
   The key is [2], the counts high * 2**32 + low are [...], all uint32. JAX computes the same, but on
-  a CPU with a loop over the rounds, which one core alone runs.
+  a CPU in a loop over the rounds, whose results go through the memory.
 
   Source: Salmon et al. 2011, doi.org/10.1145/2063384.2063405, Sec. 4.2.
   """

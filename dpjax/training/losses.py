@@ -186,9 +186,9 @@ def _cut(is_cached, hidden, kernel, targets, weights):
   # Pieces of positions, unlike rows, are distributed over the devices like the batch.
   (batch, length), (width, vocab_size) = targets.shape, kernel.shape
   row_bytes = vocab_size * sum_dtype(hidden).itemsize
-  # With fewer rows than features, to add up the kernel's gradients would take longer than logits.
-  cached_bytes = max(_CACHED_BYTES, width * row_bytes) if is_cached else _PIECE_BYTES
-  piece_bytes = min(_PIECE_BYTES, cached_bytes)
+  piece_bytes = _PIECE_BYTES
+  if is_cached:  # With fewer rows than features, adding the kernel's gradients takes longest.
+    piece_bytes = min(piece_bytes, max(_CACHED_BYTES, width * row_bytes))
   number = min(length, max(1, -(-batch * length * row_bytes // (piece_bytes * num_devices()))))
   size = -(-length // number)
   if size > 8:  # A TPU has tiles of eight places, and would copy others to join rows and places.
