@@ -44,7 +44,7 @@ CONFIGS = (
   *("msa_ptb", "msa_wikitext2", "msa_wikitext103", "msa_lm1b", "extractors_childrens_books"),
   *("pooling_text8:none", "pooling_text8:fixed4", "pooling_text8:whitespace"),
   *("pooling_text8:gumbel", "pooling_cc100", "pooling_wiki40b"),
-  *("modern_transformer", "modern_dispatcher", "modern_we"),
+  *("modern_transformer", "modern_dispatcher", "modern_we", "hnet", "hnet:two"),
 )
 BILLION = ("model.num_layers=24", "model.width=1792", "model.feed_forward_width=4864")
 BILLION += ("model.mixer.num_heads=14", "model.max_length=2048", "model.vocab_size=32000")
@@ -71,9 +71,9 @@ def run(config: str, topology: str, settings: list[str]) -> dict:
     command += [f"--topology={topology}", "--steps=train", f"--segments={SEGMENTS}"]
     command += [f"--config.{setting}" for setting in settings]
     try:
-      done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+      done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     except subprocess.TimeoutExpired:
-      return {"failed": "took more than 20 minutes"}
+      return {"failed": "took more than an hour"}
     if done.returncode:
       return {"failed": (done.stderr.strip().splitlines() or ["without a message"])[-1]}
     return json.loads(out.read_text(encoding="utf-8"))

@@ -35,13 +35,19 @@ def test_rate_and_scale():
 
 def test_threefry():
   # The known answers of the authors' Random123, for counts and keys of 0 and of ones.
-  for word, expected in ((0, (0x6B200159, 0x99BA4EFE)), (2**32 - 1, (0x1CB996FC, 0xBB002BE7))):
-    x = jnp.asarray(word, jnp.uint32)
-    assert tuple(map(int, module.threefry(jnp.stack([x, x]), x, x))) == expected
+  known = {
+    13: ((0x9D1C5EC6, 0x8BD50731), (0xFD36D048, 0x2D17272C)),
+    20: ((0x6B200159, 0x99BA4EFE), (0x1CB996FC, 0xBB002BE7)),
+  }
+  for rounds, answers in known.items():
+    for word, expected in zip((0, 2**32 - 1), answers, strict=True):
+      x = jnp.asarray(word, jnp.uint32)
+      assert tuple(map(int, module.threefry(jnp.stack([x, x]), x, x, rounds=rounds))) == expected
   key = jax.random.bits(jax.random.key(7), (2,), jnp.uint32)
   high, low = jax.random.bits(jax.random.key(8), (2, 5, 3), jnp.uint32)
   expected = threefry_2x32(key, jnp.concatenate([high.ravel(), low.ravel()]))
-  np.testing.assert_array_equal(jnp.stack(module.threefry(key, high, low)).ravel(), expected)
+  found = jnp.stack(module.threefry(key, high, low, rounds=20)).ravel()
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_thresholds(monkeypatch):
