@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dpjax.ops.experimental import shift_and_sum_pallas as pallas
+from dpjax.ops.experimental import shift_and_sum_tpu as tpu
 from dpjax.ops.shift_and_sum import shift_and_sum
 from dpjax.training import sharding
 
@@ -102,7 +103,28 @@ def test_the_kernels_of_a_tpu_equal_the_algorithm(shape):
   assert_close(run(small("tpu"), *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
 
 
-def test_a_sequence_that_a_tpu_cannot_hold_is_for_xla():
+@pytest.mark.parametrize(
+  "shape, rows, part",
+  [((2, 37, 3, 5, 6), 8, 16), ((2, 70, 2, 3, 7), 4, 12), ((2, 45, 3, 5, 3), 8, 16)],
+  ids=["three parts", "parts of parts", "one visit"],
+)
+def test_parts_of_a_long_sequence_equal_the_algorithm(shape, rows, part, monkeypatch):
+  monkeypatch.setattr(tpu, "_ROWS", rows)
+  monkeypatch.setattr(tpu, "_PART", part)
+
+  def in_parts(values, gates, level_keep=None):
+    is_short = gates.shape[1] <= rows + part
+    return LOOP(values, gates) if is_short else tpu.in_parts(in_parts, values, gates)
+
+  arrays = draw(*shape)
+  assert_close(run(in_parts, *arrays), run(LOOP, *arrays))
+  in_bfloat16 = (arrays[0].astype(jnp.bfloat16), arrays[1])
+  # Rounded once, at the end.
+  once = LOOP(*in_bfloat16).astype(jnp.float32)
+  np.testing.assert_allclose(in_parts(*in_bfloat16).astype(jnp.float32), once, rtol=2**-7)
+
+
+def test_a_sequence_that_a_tpu_cannot_hold_takes_two_visits_or_is_for_xla():
   values, gates, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(1, 5000, 1, 3, 13))
   with pytest.raises(ValueError, match="values: expected positions that fit .* got 5000"):
     jax.eval_shape(small("tpu"), values, gates)

@@ -73,17 +73,20 @@ def shift_and_sum(
     gates = jnp.where(level_keep, gates, jnp.float32(0))
 
   def run(values, gates, platform=platform):
+    is_tpu = platform == "tpu"
+    if is_tpu and not tpu.fits(gates.shape[1], gates.shape[3]):
+      return tpu.in_parts(partial(run, platform=platform), values, gates)
     is_interpreted = platform == "cpu" if interpret is None else interpret
-    options = _Options(is_interpreted, platform == "tpu", tile, backward_tile)
+    options = _Options(is_interpreted, is_tpu, tile, backward_tile)
     return _shift_and_sum(values, gates, options)
 
   length, levels = gates.shape[1], gates.shape[3]
-  is_short = tpu.fits(length, levels)
-  if platform == "tpu" and not is_short:
+  is_taken = tpu.takes(length, levels)
+  if platform == "tpu" and not is_taken:
     raise ValueError(f"values: expected positions that fit a TPU core's memory, got {length}")
   if platform:
     return run(values, gates)
-  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"} | ({"tpu": "tpu"} if is_short else {})
+  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"} | ({"tpu": "tpu"} if is_taken else {})
   return by_platform({x: partial(run, platform=y) for x, y in names.items()}, values, gates)
 
 

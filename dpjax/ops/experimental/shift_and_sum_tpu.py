@@ -5,9 +5,10 @@ B batch, T position, H head, E feature of a head, K level, R rows of a tile.
 A program holds the whole sequence of 128 features of a head in the chip's own memory (VMEM) and
 computes all levels there, tile by tile and in place: values and gates are read once, the result is
 written once. The backward kernel also holds the input of each level, K T x 128 floats; a longer
-sequence is for XLA (`fits`).
+sequence takes two visits (`in_parts`), on chips with room for its parts.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dpjax.ops.platforms import AXIS, num_devices
 
 _LANES, _ROWS, _ALIGNED = 128, 256, 8
+_PART = 4096  # rows of a part
 # The chips that are known to have 128 MiB of VMEM; others have at least 16.
 _LARGE = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
@@ -29,11 +31,45 @@ def fits(length: int, levels: int) -> bool:
   return _needed(length, levels) <= mib * 2**20
 
 
+def takes(length: int, levels: int) -> bool:
+  """Whether the kernels fit, or do so in parts."""
+  return fits(length, levels) or fits(_PART + _ROWS, _ROWS.bit_length() - 1)
+
+
 def suits(values: jax.Array, gates: jax.Array) -> bool:
   """Whether the kernels fit, and their rows lie on one device or are divided as those of a run."""
   mesh = jax.sharding.get_abstract_mesh()
   is_divided = num_devices() == 1 or (mesh.axis_names == (AXIS,) and len(values) % mesh.size == 0)
-  return is_divided and fits(values.shape[1], gates.shape[3])
+  return is_divided and takes(values.shape[1], gates.shape[3])
+
+
+def in_parts(
+  run: Callable[[jax.Array, jax.Array], jax.Array], values: jax.Array, gates: jax.Array
+) -> jax.Array:
+  """Shift-and-sum by two calls of it, `run`, on sequences that are shorter.
+
+  The first k levels, at most 8, reach 2**k - 1 rows back, so they take parts of 4,096 rows, each
+  with the 256 rows before it. The others shift by multiples of s = 2**k: they are the first levels
+  of the sequences p, p + s, p + 2 s, ..., which a reshape makes heads.
+  """
+  batch, length, heads, features = values.shape
+  levels, most = gates.shape[3], _ROWS.bit_length() - 1
+  first = levels if levels <= most else min((levels + 1) // 2, most)
+  number = -(-length // _PART)
+  fill = (0, 0), (0, number * _PART - length), (0, 0), (0, 0)
+  y, gates = jnp.pad(values.astype(jnp.float32), fill), jnp.pad(gates, fill)
+
+  def cut(x):
+    parts = x.reshape(batch, number, _PART, *x.shape[2:])
+    past = jnp.pad(parts[:, :-1, -_ROWS:], ((0, 0), (1, 0), (0, 0), (0, 0), (0, 0)))
+    return jnp.concatenate([past, parts], axis=2).reshape(-1, _ROWS + _PART, *x.shape[2:])
+
+  y = run(cut(y), cut(gates[..., :first]))
+  y = y.reshape(batch, number, _ROWS + _PART, heads, features)[:, :, _ROWS:]
+  if levels > first:
+    apart = batch, -1, heads * 2**first
+    y = run(y.reshape(*apart, features), gates[..., first:].reshape(*apart, levels - first))
+  return y.reshape(batch, -1, heads, features)[:, :length].astype(values.dtype)
 
 
 def _needed(length: int, levels: int) -> int:
