@@ -102,7 +102,7 @@ def operators() -> Iterator[tuple[str, Callable, Sequence[Sequence[int]], str]]:
 
   for batch, length in ((20, 512), (20, 4096), (4, 16_384)):
     shapes = [(batch, length, 512), (batch, length, ops.num_levels(length))]
-    for name in (None, "recompute", "matrix"):
+    for name in (None, "recompute"):
 
       def of_case(values, gates, name=name):  # An axis of one head would be padded on a TPU.
         heads = values[:, :, None], gates[:, :, None]

@@ -98,7 +98,7 @@ def shift_and_sum(quick: bool) -> Iterator[harness.Case]:
     for dtype in ("float32", "bfloat16"):
       functions = {
         name: functools.partial(ops.shift_and_sum, implementation=name)
-        for name in ("unrolled", "loop", "recompute", "matrix", *([] if ON_CPU else ["pallas"]))
+        for name in ("unrolled", "loop", "recompute", *([] if ON_CPU else ["pallas"]))
       }
       functions["default"] = ops.shift_and_sum
       functions["copy"] = lambda values, gates: values + 1

@@ -15,7 +15,6 @@ from jax import lax
 
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.experimental.shift_and_sum_matrix import matrix_form
 from dpjax.ops.explicit_axes import automatic_axes
 from dpjax.ops.platforms import by_platform, has_libtpu, has_triton, num_devices
 from dpjax.ops.products import sum_dtype
@@ -58,11 +57,9 @@ def shift_and_sum(
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
     instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
     levels fit into the caches.
-  - "matrix" (`dpjax.ops.experimental.shift_and_sum_matrix`), O(T**1.5) work. It rounds bfloat16
-    between two products, and a later inf or nan affects the past.
-  - "pallas" (`dpjax.ops.experimental.shift_and_sum_pallas`), kernels for a GPU and a TPU.
+  - "pallas" (`dpjax.ops.shift_and_sum_pallas`), kernels for a GPU and a TPU.
 
-  The last three have only reverse-mode derivatives.
+  The last two have only reverse-mode derivatives.
 
   Args:
     values: [B, T, H, E], floats.
@@ -268,7 +265,7 @@ _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
 
 
 def _pallas(values, gates, level_keep, platform=None):
-  from dpjax.ops.experimental import shift_and_sum_pallas as kernels
+  from dpjax.ops import shift_and_sum_pallas as kernels
 
   return kernels.shift_and_sum(values, gates, level_keep, platform=platform)
 
@@ -283,7 +280,7 @@ def _run_default(values, gates, level_keep):
     if has_triton():
       runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
     if has_libtpu():
-      from dpjax.ops.experimental import shift_and_sum_tpu as tpu
+      from dpjax.ops import shift_and_sum_tpu as tpu
 
       if tpu.suits(values, gates):
         runs["tpu"] = partial(_pallas, level_keep=level_keep, platform="tpu")
@@ -294,6 +291,5 @@ SHIFT_AND_SUM = {
   "loop": _loop,
   "unrolled": _unrolled,
   "recompute": _recompute,
-  "matrix": matrix_form,
   "pallas": _pallas,
 }

@@ -49,7 +49,7 @@ def nats(logits):
 
 def cases():
   """(name, operator, arrays by rows, arrays that all rows share)."""
-  for name in ("loop", "unrolled", "recompute", "matrix", "pallas"):
+  for name in ("loop", "unrolled", "recompute", "pallas"):
     operator = partial(ops.shift_and_sum, implementation=name)
     yield f"shift_and_sum {name}", operator, GATED, ()
   yield "dispatch_matrix", ops.dispatch_matrix, GATED[1:], ()

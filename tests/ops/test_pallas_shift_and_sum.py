@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.experimental import shift_and_sum_pallas as pallas
-from dpjax.ops.experimental import shift_and_sum_tpu as tpu
+from dpjax.ops import shift_and_sum_pallas as pallas
+from dpjax.ops import shift_and_sum_tpu as tpu
 from dpjax.ops.shift_and_sum import shift_and_sum
 from dpjax.training import sharding
 

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from dpjax.ops import checks
-from dpjax.ops.experimental import shift_and_sum_tpu as tpu
+from dpjax.ops import shift_and_sum_tpu as tpu
 from dpjax.ops.platforms import AXIS, by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255

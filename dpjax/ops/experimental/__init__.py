@@ -1,1 +1,0 @@
-"""Implementations not yet measured on their hardware; `dpjax.ops` selects them by name."""
