@@ -174,6 +174,19 @@ def test_a_layer_runs_the_chosen_implementation(layer, table, monkeypatch):
 
 
 @pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
+def test_a_dispatcher_skips_levels_with_a_cache_too(layer):
+  module, keep = layer(HEADS, MAX_LENGTH), jnp.arange(5) % 2 == 0
+  variables, x = {"params": draw_params(module)}, draw()
+  keep = keep[: module._num_levels]
+  whole = module.apply(variables, x, level_keep=keep)
+  cache = module.init_cache(*x.shape[::2])
+  np.testing.assert_allclose(
+    module.apply(variables, x, level_keep=keep, cache=cache)[0], whole, rtol=1e-5, atol=1e-5
+  )
+  assert not np.allclose(module.apply(variables, x), whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
 def test_only_the_later_dispatcher_never_skips_level_0(layer):
   module = layer(HEADS, MAX_LENGTH, level_dropout=0.9)
   params = draw_params(module)

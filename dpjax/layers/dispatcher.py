@@ -84,6 +84,8 @@ class Dispatcher(nn.Module):
     g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(*per_head, num_levels)
     self.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
     if cache is not None:
+      if level_keep is not None:
+        g_bthk = jnp.where(level_keep, g_bthk, 0)
       v_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
     else:
       options: Any = dict(level_keep=level_keep, implementation=self.implementation)

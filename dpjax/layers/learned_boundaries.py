@@ -110,7 +110,8 @@ class EntropySpikes(_Predicted):
 class Gumbel(_Predicted):
   """A predictor that learns end to end, with boundaries drawn from a Gumbel-sigmoid (Eq. 5).
 
-  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7).
+  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7). In the
+  mean over rows L is a row's weight, so that parts of a batch add up.
 
   Attributes:
     temperature: tau.
@@ -171,7 +172,8 @@ class FlexiTokens(Gumbel):
   """Gumbel's predictor with a range of rates in place of a prior, `dpjax.ops.rate_bounds_loss`.
 
   A row's rate of boundaries costs by how much it is above `prior`, or below
-  `prior - num_deviations * deviation`; between them texts find their own.
+  `prior - num_deviations * deviation`; between them texts find their own. In the
+  mean over rows their tokens are their weights.
 
   Attributes:
     prior: alpha, the highest rate of boundaries that costs nothing, in (0, 1).

@@ -252,7 +252,7 @@ class Hourglass(nn.Module):
     segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
       middle_sizes = _capacities(kind, length, is_start is not None)
-      num_read = jnp.max(segments_b)
+      num_read = jnp.max(segments_b, initial=0)
     else:
       middle_sizes, num_read = (capacity,), None
     size = middle_sizes[-1]

@@ -82,7 +82,8 @@ def causal_attention(
     if size:
       return tiled(queries, keys, values, None, place_bt, dropout_rate, dropout_key, size)
     # JAX's own always takes the softmax in float32.
-    is_plain = not dropout_rate and sum_dtype(*arrays) == jnp.float32
+    is_plain = not dropout_rate and len({x.dtype for x in arrays}) == 1
+    is_plain &= sum_dtype(*arrays) == jnp.float32
     if is_plain and factor_dtype(queries, keys) is None:
       mask = None if place_bt is None else _sees(place_bt)
       return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)

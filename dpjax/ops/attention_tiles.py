@@ -13,7 +13,7 @@ from jax import lax
 
 from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
-from dpjax.ops.platforms import replicate
+from dpjax.ops.platforms import replicate, vary_alike
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -41,10 +41,7 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
     relative = replicate((positions_hre, *relative[1:]))
-  # Within `jax.shard_map` the loop needs arrays that vary over the same devices.
-  zeros = [jnp.zeros_like(x, jnp.float32, shape=()) for x in (queries, keys, values)]
-  zero = sum(zeros, jnp.float32(0))
-  inputs = jax.tree.map(lambda x: x + zero.astype(x.dtype), _Inputs(q, k, v, relative))
+  inputs = vary_alike(_Inputs(q, k, v, relative))
   if place_bt is not None:
     place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
   with checks.reverse_mode(f"block_size: expected {length} or more"):

@@ -164,7 +164,7 @@ def gumbel_sigmoid(
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
   soft = jax.nn.sigmoid(noisy / jnp.asarray(temperature, dtype))
-  return (soft > 0.5).astype(dtype) + (soft - lax.stop_gradient(soft))
+  return (noisy > 0).astype(dtype) + (soft - lax.stop_gradient(soft))
 
 
 def binomial_prior_loss(

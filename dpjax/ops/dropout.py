@@ -20,8 +20,8 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
 
-  An element takes 16 random bits of `threefry`, so the probability is the multiple of 2**-16
-  nearest to `rate`, in [0, 1). `jax.random` would spend 64 on each, a tenth of a training step on
+  An element takes 16 random bits of `threefry`, so the rate counts as the multiple of 2**-16
+  nearest to it, in [0, 1). `jax.random` would spend 64 on each, a tenth of a training step on
   a CPU.
 
   Raises:
@@ -40,9 +40,17 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   words = lax.optimization_barrier(words)  # XLA would compute both again for each of four parts.
   bits = [(word >> shift).astype(jnp.uint16) for word in words for shift in (0, 16)]
   bits = jnp.concatenate(bits, axis=-1)[..., :last].reshape(inputs.shape)
-  # Rates that would round to 1 drop all but one of 2**16.
-  is_kept = bits >= jnp.uint16(min(round(rate * _STEPS), _STEPS - 1))
-  return jnp.where(is_kept, inputs / (1 - rate), jnp.zeros((), inputs.dtype))
+  is_kept = bits >= jnp.uint16(_num_dropped(rate))
+  return jnp.where(is_kept, inputs / _kept_share(rate), jnp.zeros((), inputs.dtype))
+
+
+def _num_dropped(rate: float) -> int:
+  """Of 2**16 values of the bits; rates that would round to 1 drop all but one."""
+  return min(round(rate * _STEPS), _STEPS - 1)
+
+
+def _kept_share(rate: float) -> float:
+  return 1 - _num_dropped(rate) / _STEPS
 
 
 @partial(jax.jit, static_argnames="rounds")
@@ -97,7 +105,7 @@ def _forward(rate, dtype, inputs, key):
 
 
 def _backward(rate, dtype, output, grad):
-  by_inputs = jnp.where(output > 0, grad / (1 - rate), jnp.zeros((), grad.dtype))
+  by_inputs = jnp.where(output > 0, grad / _kept_share(rate), jnp.zeros((), grad.dtype))
   return by_inputs.astype(dtype), None
 
 

@@ -59,7 +59,7 @@ def entropy_spikes(
   """
   checks.integer("left", left)
   entropies, is_start = _check(entropies, is_start)
-  h_bt = lax.stop_gradient(entropies)
+  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   place_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if is_start is not None:
     place_bt = document_places(is_start)
@@ -108,7 +108,7 @@ def entropy_threshold(
   check_rule(rule, theta_add)
   checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
   entropies, is_start = _check(entropies, is_start)
-  h_bt = lax.stop_gradient(entropies)
+  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   if previous is None:
     rows = len(h_bt)
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
@@ -164,7 +164,10 @@ def entropy_theta(
   if rule == "monotonic":
     values = np.diff(values, axis=1)
   values = np.unique(values)
-  ends = (values[:1] - 1, values[:-1] + np.diff(values) / 2, values[-1:])
+  # Of neighbouring floats there is none between; the lower one parts them as well.
+  between = values[:-1] + np.diff(values) / 2
+  between = np.where(between < values[1:], between, values[:-1])
+  ends = (values[:1] - 1, between, values[-1:])
   thetas = np.concatenate(ends) if values.size else np.zeros(1, np.float32)
   wanted = h_bt.size / factor
 

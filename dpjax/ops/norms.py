@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.ops import checks
+from dpjax.ops.platforms import vary_alike
 from dpjax.ops.products import sum_dtype
 
 
@@ -35,7 +36,8 @@ def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> j
 
 
 def _check(inputs, scale, bias):
-  return checks.arrays(inputs=(inputs, "... D>=1"), scale=(scale, "D"), bias=(bias, "D | None"))
+  arrays = dict(inputs=(inputs, "... D>=1"), scale=(scale, "D"), bias=(bias, "D | None"))
+  return vary_alike(checks.arrays(**arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

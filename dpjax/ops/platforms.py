@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 AXIS = "data"  # of a run's devices
@@ -36,6 +37,18 @@ def _place(x: jax.Array, *axes: str) -> jax.Array:
   if mesh.axis_names != (AXIS,) or mesh.manual_axes or mesh.size == 1:
     return x
   return lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*axes))
+
+
+def vary_alike(arrays: Any) -> Any:
+  """Within `jax.shard_map`, the arrays as varying over the devices over which one of them does.
+
+  Where a `jax.custom_vjp` takes them, JAX then sums the gradients of those that devices share.
+  """
+  if not jax.sharding.get_abstract_mesh().manual_axes:
+    return arrays
+  leaves = jax.tree.leaves(arrays)
+  zero = sum((jnp.zeros_like(x, jnp.float32, shape=()) for x in leaves), jnp.float32(0))
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), arrays)
 
 
 def has_cuda() -> bool:

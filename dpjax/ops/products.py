@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, divide_rows
+from dpjax.ops.platforms import by_platform, divide_rows, vary_alike
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
@@ -29,7 +29,8 @@ def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
 
   `dtype` is "bfloat16", or "float32" for none. What is traced or runs in the context is affected,
   with its gradients. Of dpjax's products only Fourier transforms, the similarity of `route`, sums
-  of gradients of gates and projections between stages of different widths stay in float32.
+  of gradients of gates, projections between stages of different widths, the values of attention
+  with a cache and "conv" stay in float32.
   """
   checks.choice("dtype", dtype, ("float32", "bfloat16"))
   return _context(dtype)
@@ -64,10 +65,7 @@ def as_factor(x: jax.Array) -> jax.Array:
 @automatic_axes
 def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
   """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
-  if jax.sharding.get_abstract_mesh().manual_axes:
-    # Within `jax.shard_map` both vary over the same devices, or gradients would not be summed.
-    zero = jnp.zeros_like(x, jnp.float32, shape=()) + jnp.zeros_like(y, jnp.float32, shape=())
-    x, y = x + zero.astype(x.dtype), y + zero.astype(y.dtype)
+  x, y = vary_alike((x, y))
   with checks.reverse_mode("dtype: expected float32"):
     return _low_product(spec, dtype, x.dtype, x, y)
 

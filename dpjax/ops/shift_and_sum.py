@@ -16,7 +16,7 @@ from jax import lax
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, has_libtpu, has_triton, num_devices
+from dpjax.ops.platforms import by_platform, has_libtpu, has_triton, num_devices, vary_alike
 from dpjax.ops.products import sum_dtype
 
 _BLOCK = 128  # features of a row whose gradients a CPU computes at a time
@@ -52,7 +52,7 @@ def shift_and_sum(
 
   Sums are in float32, or in float64 if an argument is. The implementations are
 
-  - "loop", Alg. 1 to the letter: the reference.
+  - "loop", Alg. 1 to the letter: the reference. In it alone a later inf or nan affects the past.
   - "unrolled", with static shifts.
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
     instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
@@ -95,6 +95,7 @@ def shift_and_sum(
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
+  values, gates = vary_alike((values, gates))
   run = _run_default if implementation is None else SHIFT_AND_SUM[implementation]
   with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
     return run(values, gates, level_keep)

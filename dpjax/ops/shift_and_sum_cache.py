@@ -119,6 +119,8 @@ def shift_and_sum_cached(
     return ring.at[places].set(new, mode="promise_in_bounds", unique_indices=True)
 
   ring = write(cache.ring, places_bm, jnp.concatenate(written, axis=1))
+  if real_bc11 is not None:
+    v_bche = jnp.where(real_bc11, v_bche, 0)  # Zero gates do not stop an inf.
   return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
 
 

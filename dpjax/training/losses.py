@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.platforms import by_platform, num_devices, replicate
+from dpjax.ops.platforms import by_platform, num_devices, replicate, vary_alike
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 
@@ -115,7 +115,8 @@ def output_nats(
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
   hidden = jnp.where((weights == 0)[..., None], 0, hidden)  # It may be nan there.
-  return _output_nats(hidden, *replicate((kernel, bias)), targets, weights)
+  hidden, kernel, bias = vary_alike((hidden, *replicate((kernel, bias))))
+  return _output_nats(hidden, kernel, bias, targets, weights)
 
 
 @jax.custom_vjp
@@ -136,7 +137,7 @@ def _sum_pieces(is_cached, hidden, kernel, bias, targets, weights):
     return nats + cross_entropy(_logits(piece[0], kernel, bias), *piece[1:])[0], None
 
   pieces = _cut(is_cached, hidden, kernel, targets, weights)
-  return lax.scan(add_piece, jnp.zeros((), sum_dtype(hidden)), pieces)[0]
+  return lax.scan(add_piece, jnp.zeros_like(hidden, sum_dtype(hidden), shape=()), pieces)[0]
 
 
 def _differentiate_pieces(is_cached, hidden, kernel, bias, targets, weights):
@@ -154,7 +155,8 @@ def _differentiate_pieces(is_cached, hidden, kernel, bias, targets, weights):
     added = nats, of_kernel, None if bias is None else jnp.sum(wide_rv, 0, dtype)
     return jax.tree.map(jnp.add, sums, added), of_hidden.reshape(h_btd.shape)
 
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (jnp.zeros(()), kernel, bias))
+  nothing = jnp.zeros_like(hidden, shape=())
+  zeros = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), (nothing, kernel, bias))
   zeros = replicate(zeros)
   (nats, of_kernel, of_bias), pieces = lax.scan(
     add_piece, zeros, _cut(is_cached, hidden, kernel, targets, weights)

@@ -68,6 +68,13 @@ def test_no_capacity_changes_values_or_gradients(mixer):
   assert np.abs(grads["hourglass"]["null_group"]).max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["gumbel", "routing", "fixed"])
+def test_a_batch_without_rows(kind):
+  model = make(kind)
+  logits = model.apply({"params": draw_params(model)}, TOKENS[:0], deterministic=True).logits
+  assert logits.shape == (0, LENGTH, VOCAB)
+
+
 def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
   model = make("whitespace", num_capacities=1)
   variables, apply = {"params": draw_params(model)}, jax.jit(model.apply)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from dpjax import ops
+from dpjax.ops import norms
 from dpjax.training import losses
 from tests import helpers
 
@@ -52,6 +53,13 @@ def cases():
   for name in ("loop", "unrolled", "recompute", "pallas"):
     operator = partial(ops.shift_and_sum, implementation=name)
     yield f"shift_and_sum {name}", operator, GATED, ()
+
+  def with_shared_gates(values, gates):
+    return ops.shift_and_sum(values, jnp.broadcast_to(gates, (len(values), *gates.shape)))
+
+  yield "shift_and_sum of shared gates", with_shared_gates, GATED[:1], (draw(LENGTH, 2, 3),)
+  yield "layer_norm", norms.layer_norm, (INPUTS,), (draw(5), 1 - draw(5))
+  yield "rms_norm", norms.rms_norm, (INPUTS,), (draw(5),)
   yield "dispatch_matrix", ops.dispatch_matrix, GATED[1:], ()
   for size in (4, LENGTH):
     attend = partial(ops.causal_attention, block_size=size)
@@ -93,6 +101,7 @@ DEFAULT = {
   *("causal_convolution fft 1", "causal_convolution scan 3", "pool_segments mean"),
   *("upsample_segments", "conditional_entropy", "shift_and_sum_cached"),
   *("relative_attention_cached", "local attention 4", "short_convolution"),
+  *("shift_and_sum of shared gates", "layer_norm"),
 }
 
 
@@ -148,6 +157,24 @@ def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
     by_floats = [s for s, x in zip(specs, arrays, strict=True) if x.dtype == np.float32]
     each = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(ROWS, *by_floats))
     assert_close(jax.jit(each)(*arrays), expected)
+
+
+def test_a_loss_in_pieces_within_shard_map():
+  targets, kernel, bias = BOUNDARIES + 1, draw(5, 7) - 0.5, draw(7)
+  arrays = INPUTS, targets, np.ones(targets.shape, np.float32), kernel, bias
+
+  def run(hidden, targets, weights, kernel, bias):
+    def nats(*arrays):
+      return losses.output_nats(*arrays, targets, weights)
+
+    value, grads = jax.value_and_grad(nats, argnums=(0, 1, 2))(hidden, kernel, bias)
+    return value[None], *grads
+
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  everywhere = PartitionSpec()
+  specs = dict(in_specs=(ROWS,) * 3 + (everywhere,) * 2, out_specs=(ROWS, ROWS) + (everywhere,) * 2)
+  value, *grads = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(*arrays)
+  assert_close((value.sum(keepdims=True), *grads), jax.jit(run)(*arrays))
 
 
 @parametrize(

@@ -142,6 +142,19 @@ def test_large_scores_are_finite_and_bfloat16_keeps_its_dtype(name):
     np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
 
 
+@pytest.mark.parametrize("size", [None, BLOCK])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_arguments_of_several_dtypes(name, size):
+  (q, k, v, *others), weights = draw(name, 19)
+  half = v.astype(jnp.bfloat16)
+  run = jax.jit(with_gradients(name, block_size=size))
+  found = run((q, k, half, *others), weights.astype(jnp.bfloat16))
+  expected = run((q, k, half.astype(jnp.float32), *others), weights)
+  assert [x.dtype for x in found[:4]] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.bfloat16]
+  for x, y in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
+
+
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_what_comes_later_does_not_count_even_nan(name):
   length, place = 3 * BLOCK - 2, 2 * BLOCK

@@ -134,6 +134,10 @@ def test_theta_is_a_quantile():
   assert entropy_theta(h, 1.0) == 0 and entropy_theta(h, 100.0) == 12
   # Ties are boundaries together: of 2 and 7 among 8, 2 is nearer to 4.
   assert entropy_theta(jnp.float32([[1, 3, 3, 3, 3, 3, 5, 5]]), 2.0) == 4
+  # Neighbouring floats, and a middle that bfloat16 does not hold.
+  for low, high, dtype in ((1 + 2**-23, 1 + 2**-22, "float32"), (2.015625, 2.03125, "bfloat16")):
+    near = jnp.asarray([[low, high] * 4], dtype)
+    assert entropy_threshold(near, "global", entropy_theta(near, 2.0)).sum() == 4
 
 
 def test_thresholds_refuse():
@@ -173,6 +177,7 @@ def test_a_sample_is_one_with_its_probability():
   # Three standard deviations of the mean are 0.0106.
   means = np.asarray(hard).reshape(3, -1).mean(axis=1)
   np.testing.assert_allclose(means, [0.1192, 0.5, 0.7311], atol=0.0106)
+  np.testing.assert_array_equal(sample(5, 1e9), hard)
   assert 0.1 < np.mean(np.asarray(hard) != np.asarray(sample(7, 3.0))) < 0.9
 
 

@@ -164,6 +164,15 @@ def test_chunks_of_rows_of_different_lengths_are_the_whole(case, sizes):
   np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=2e-5)
 
 
+def test_an_inf_of_a_cache_does_not_reach_the_padding():
+  values, gates = jnp.full((1, 2, 1, 3), jnp.inf), jnp.full((1, 2, 1, 3), 0.5)
+  cache = ops.init_shift_and_sum_cache(1, 1, 3, 3)
+  _, cache = ops.shift_and_sum_cached(values, gates, cache)
+  outputs, _ = ops.shift_and_sum_cached(values, gates, cache, lengths=jnp.asarray([1]))
+  assert np.isinf(outputs[:, 0]).all()
+  np.testing.assert_array_equal(outputs[:, 1], 0)
+
+
 @pytest.mark.parametrize(
   "name",
   [helpers.slow_unless(x in ("shift and sum", "attention", "convolution"), x) for x in CASES],
