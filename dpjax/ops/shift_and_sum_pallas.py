@@ -17,7 +17,7 @@ JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def shift_and_sum(
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
 
-  def run(values, gates, platform=platform):
+  def run(values, gates, platform=platform) -> Any:
     is_tpu = platform == "tpu"
     if is_tpu and not tpu.fits(gates.shape[1], gates.shape[3]):
       return tpu.in_parts(partial(run, platform=platform), values, gates)
