@@ -7,6 +7,8 @@ dpjax evaluate --workdir=runs/quickstart
 import importlib
 import sys
 
+from dpjax.errors import exit_on_user_error
+
 COMMANDS = {
   "train": ("dpjax.commands.train", "train an experiment, or go on with a run"),
   "sweep": ("dpjax.analysis.sweep", "train an experiment with several values of its settings"),
@@ -29,7 +31,8 @@ def main() -> None:
   """Runs the command that the first argument names."""
   command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
   if command in COMMANDS:
-    return importlib.import_module(COMMANDS[command][0]).main()
+    with exit_on_user_error():  # of an import, too
+      return importlib.import_module(COMMANDS[command][0]).main()
   lines = [f"  {name:14}{about}" for name, (_, about) in COMMANDS.items()]
   usage = "\n".join(["usage: dpjax COMMAND ...", "", *lines, "", "dpjax COMMAND --help tells more"])
   if command in ("-h", "--help"):

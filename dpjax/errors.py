@@ -52,7 +52,8 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
 
   These are a `UserError`, an `OSError` that names a file, and too little memory. The environment
   variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its signal, so that
-  a scheduler does not take the run for complete. `flags` get two dashes at a message's beginning.
+  a scheduler does not take the run for complete, and Ctrl-C with 130. `flags` get two dashes at a
+  message's beginning.
   """
   try:
     yield
@@ -62,6 +63,10 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
     if jax.process_index() == 0:
       print(f"{error} The same command goes on from there.", flush=True)
     sys.exit(1 if error.signal is None else 128 + error.signal)
+  except KeyboardInterrupt:
+    sys.stdout.flush()
+    print("\nInterrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # Threads of XLA do not outlive Python's own end unharmed.
   except Exception as error:
     message = _message(error)
     if message is None or os.environ.get("DPJAX_TRACEBACK"):

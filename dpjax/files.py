@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -57,6 +58,20 @@ def read_json(path: Path) -> dict[str, Any]:
   except (OSError, ValueError):
     return {}
   return content if isinstance(content, dict) else {}
+
+
+def short_name(name: str) -> str:
+  """A name cut to 80 bytes, so that a suffix makes it the name of a file on every disk."""
+  return os.fsdecode(os.fsencode(name)[:80])
+
+
+def check_writable(folder: Path) -> None:
+  """Makes a folder if missing; an `OSError` that names it if no file can be made in it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as error:
+    raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

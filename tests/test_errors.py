@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,13 @@ def test_an_interrupted_run_exits_as_its_signal_would(number, status, capsys):
   assert capsys.readouterr().out == (
     "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
   )
+
+
+def test_an_interrupt_shows_no_traceback(monkeypatch, capsys):
+  monkeypatch.setattr(os, "_exit", sys.exit)
+  with pytest.raises(SystemExit) as end, exit_on_user_error():
+    raise KeyboardInterrupt
+  assert end.value.code == 130 and capsys.readouterr().err == "\nInterrupted\n"
 
 
 def test_a_state_beyond_the_memory_is_refused_before_it_is_made(text, tmp_path, standard_promotion):

@@ -135,6 +135,48 @@ def test_stopped_and_resumed_ends_bit_for_bit_as_never_stopped(finished, tmp_pat
   assert steps == sorted(set(steps)) and steps[-1] == 12
 
 
+def test_a_signal_after_the_last_update_stops_before_the_test_split(text, tmp_path):
+  config, sent = helpers.small_config(text, num_steps=4), []
+
+  def call_back(step, metrics, state):
+    if step == 4 and not sent:  # A second signal would end it at once.
+      sent.append(signal.raise_signal(signal.SIGTERM))
+
+  with pytest.raises(loop.Interrupted, match="Stopped at step 4 of 4") as error:
+    dpjax.train(config, tmp_path, model=helpers.bigrams, callbacks=[call_back])
+  assert error.value.signal == signal.SIGTERM and not [*tmp_path.glob("scores_*")]
+  run, scores = dpjax.train(config, tmp_path, model=helpers.bigrams)
+  assert run.step == 4 and scores
+
+
+def test_tokens_that_are_gone_are_made_again(text, tmp_path):
+  config = helpers.small_config(text, num_steps=2)
+  config.data.data_dir = str(tmp_path / "tokens")
+  run, scores = dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
+  for take in (lambda run: run.score_split("test") == scores, lambda run: run.tokens().size > 0):
+    shutil.rmtree(tmp_path / "tokens")
+    assert take(dpjax.load(tmp_path / "run", model=run.model))
+
+
+def test_a_folder_for_scores_is_tried_before_they_are_made(finished, tmp_path, monkeypatch):
+  _, run, _ = finished
+  monkeypatch.setattr(run_lib.Run, "_score_split", None)
+  (tmp_path / "file").touch()
+  with pytest.raises(OSError, match="file"):
+    run.score_split("test", folder=tmp_path / "file")
+
+
+def test_plugins_of_a_run_that_are_no_list(tmp_path):
+  (tmp_path / "config.json").write_text('{"plugins": 5}')
+  with pytest.raises(dpjax.UserError, match="plugins: expected .*, got 5"):
+    workdir_lib.read_config(tmp_path)
+
+
+def test_a_name_that_checkpoints_cannot_have_is_refused(text, tmp_path):
+  with pytest.raises(dpjax.UserError, match="workdir: expected a name in UTF-8, got"):
+    dpjax.train(helpers.small_config(text), tmp_path / "\udcff")
+
+
 @pytest.fixture(scope="module")
 def stopped(text, tmp_path_factory):
   """A run without dropout after 6 of its 12 steps, and where it ends undisturbed."""

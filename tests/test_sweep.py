@@ -107,13 +107,14 @@ def run(experiment, tmp_path, monkeypatch):
 
 
 def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
-  begun = []
+  begun, stopped = [], []
 
   def train(config, workdir):
     """As far as a sweep can tell: bits are 9 less the rate, a hundredth less by seed."""
     begun.append(str(workdir.relative_to(tmp_path / "runs")))
     workdir_lib.write_config(workdir, config)
-    if len(begun) == 5:
+    if len(begun) == 5 and not stopped:
+      stopped.append(True)
       raise Interrupted(6, 12)
     if config.train.learning_rate > 1:
       raise loop.NonFiniteError("Step 2: expected a finite loss")
@@ -137,6 +138,15 @@ def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
   assert table[3:5] == [[folders[i], "1", "not", "finite"] for i in (2, 3)]
   assert "The best: learning_rate=2e-2\n" in printed.out
   assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
+  # Plugins are the command's own. An entry of the table that says nothing counts as none.
+  del begun[:]
+  path = tmp_path / "runs" / folders[0] / "config.json"
+  files.write_json(path, files.read_json(path) | {"plugins": ["a_plugin"]})
+  table = files.read_json(tmp_path / "runs/sweep.json")
+  others = {folders[1]: 5, folders[2]: None, folders[3]: {"scores": {}}}
+  files.write_json(tmp_path / "runs/sweep.json", table | others)
+  assert run(train, "runs") is None
+  assert begun == folders[1:4]
   # Another value is trained, and so are runs of other settings, or without a folder.
   del begun[:]
   assert run(train, "runs", "--config.train.learning_rate=2e-2,4e-2") is None

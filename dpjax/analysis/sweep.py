@@ -129,7 +129,7 @@ def _sweep(settings: Sequence[str], given) -> None:
   # All of them are checked before one is trained.
   runs, folder = [*plan(settings, seeds)], Path(given.workdir)
   is_first = jax.process_index() == 0
-  ended = files.read_json(folder / _TABLE)
+  ended = {name: x for name, x in files.read_json(folder / _TABLE).items() if _is_result(x)}
   for number, run in enumerate(runs, 1):
     is_done = run.folder in ended and _has_settings(folder / run.folder, run.config)
     if is_first:
@@ -144,12 +144,21 @@ def _sweep(settings: Sequence[str], given) -> None:
     _report(runs, folder, ended)
 
 
+def _is_result(entry: Any) -> bool:
+  """Whether an entry of the table is one that `_train` gives."""
+  if not isinstance(entry, dict):
+    return False
+  scores = entry.get("scores")
+  return isinstance(entry.get("error"), str) or (isinstance(scores, dict) and bool(scores))
+
+
 def _has_settings(workdir: Path, config: config_lib.ConfigDict) -> bool:
   """Whether a run has exactly these settings."""
   from dpjax.config import sections
 
   expected = json.loads(json.dumps(sections.expand_paths(config).to_dict()))
   found = files.read_json(workdir / "config.json")
+  del expected["plugins"]  # Those of the command line are the run's alone.
   return {key: found.get(key) for key in expected} == expected
 
 
@@ -182,7 +191,7 @@ def _report(runs: Sequence[Planned], folder: Path, ended: Mapping[str, Any]) -> 
   }
   rows = []
   for name in sorted(best, key=best.__getitem__):
-    tests = [ended[run.folder]["scores"][score] for run, _ in groups[name]]
+    tests = [ended[run.folder]["scores"].get(score) for run, _ in groups[name]]
     is_finite = None not in tests
     mean = f"{statistics.fmean(tests):.4f}" if is_finite else "-"
     spread = f"{statistics.stdev(tests):.4f}" if is_finite and len(tests) > 1 else "-"

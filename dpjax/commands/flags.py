@@ -59,21 +59,16 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
     print(about or sys.modules["__main__"].__doc__)
     print(*map(flags.FLAGS.module_help, modules), sep="\n")
     return
-  try:
-    with exit_on_user_error():
-      argv = _parse(sys.argv)
-      logging.use_absl_handler()
-      # Orbax tells its every move at INFO.
-      logging.set_verbosity(logging.WARNING)
-      std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-      _join_processes()
-      check_platform()
-      _set_compilation_cache()
-      main(argv)
-  except KeyboardInterrupt:
-    sys.stdout.flush()
-    print("\nInterrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # Threads of XLA do not outlive Python's own end unharmed.
+  with exit_on_user_error():
+    argv = _parse(sys.argv)
+    logging.use_absl_handler()
+    # Orbax tells its every move at INFO.
+    logging.set_verbosity(logging.WARNING)
+    std_logging.getLogger("jax").setLevel(std_logging.WARNING)
+    _join_processes()
+    check_platform()
+    _set_compilation_cache()
+    main(argv)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,9 @@ def of_run(folder: Path) -> ConfigDict:
   try:
     return from_dict(settings)
   except UserError as error:
-    missing = [str(name) for name in settings.get("plugins") or () if name not in sys.modules]
+    plugins = settings.get("plugins")
+    plugins = plugins if isinstance(plugins, list) else []
+    missing = [str(name) for name in plugins if str(name) not in sys.modules]
     if not missing:
       raise
     raise UserError(

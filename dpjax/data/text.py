@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpjax import files
 from dpjax.data import catalog
 from dpjax.data.corpus import (
   SPLITS,
@@ -139,7 +140,7 @@ def _mixed(mixture: str, **settings: Any) -> Corpus:
       raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
   splits = {split: Mixed([corpus.splits[split] for corpus in corpora]) for split in SPLITS}
   about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
-  return Corpus("+".join(corpus.name for corpus in corpora)[:80], splits, about)
+  return Corpus("+".join(corpus.name for corpus in corpora), splits, about)
 
 
 def _with_documents(corpus: Corpus, marks: str) -> Corpus:
@@ -320,7 +321,7 @@ def _cleaned(corpus: Corpus, language: str, max_characters: Sequence[int], texts
   """A corpus cleaned, cut short or both."""
   about = {**corpus.about, "clean": language, "max_characters": list(max_characters)}
   about["cleaning"] = CLEANING if language else 0
-  folder = texts / f"{corpus.name}_{_digest(about)[:8]}"
+  folder = texts / f"{files.short_name(corpus.name)}_{_digest(about)[:8]}"
   read = functools.partial(_clean_and_cut, corpus, language, max_characters)
   splits, sizes = build_texts(folder, {"made_of": about}, read)
   return Corpus(corpus.name, splits, {**about, "texts": sizes})

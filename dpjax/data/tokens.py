@@ -52,6 +52,9 @@ class _Arrays(Mapping[str, np.ndarray]):
       )
     return np.memmap(path, self._dtype, "r")
 
+  def __contains__(self, split: object) -> bool:
+    return split in self._files  # That of `Mapping` would open the file.
+
   def are_there(self) -> bool:
     return all(path.exists() and path.stat().st_size == size for path, size in self._files.values())
 
@@ -177,7 +180,9 @@ def tokenize(
     made["unigram"] = boundaries.text_settings()
   folder = Path(folder)
   if shared:
-    folder /= f"{corpus.name}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
+    folder /= (
+      f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
+    )
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
 
   def build(partial: Path) -> dict[str, Any]:

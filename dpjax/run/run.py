@@ -125,6 +125,8 @@ class Run:
     config_lib.check_choice("data.documents", documents)
     data = self._data_with(split, documents)
     data.check(split)
+    if folder is not None and jax.process_index() == 0:
+      files.check_writable(Path(folder))  # before the work of hours
     size: Any = dict(window=window, stride=stride, progress=progress)
     scores = self._score_split(self.params, split, data, documents, **size)
     if folder is not None and jax.process_index() == 0:

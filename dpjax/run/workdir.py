@@ -75,6 +75,10 @@ def lock(workdir: Path) -> Iterator[None]:
 
 def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
   try:
+    str(workdir).encode()
+  except UnicodeEncodeError:  # which the writer of checkpoints cannot take
+    raise UserError(f"workdir: expected a name in UTF-8, got {str(workdir)!r}") from None
+  try:
     _check_links(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))

@@ -153,7 +153,7 @@ def fit(
 
   with contextlib.ExitStack() as stack:
     folder = Path(workdir)
-    find_signal = stack.enter_context(_stop_signal())
+    find_signal = stack.enter_context(_stop_signal(num_steps))
     saved = checkpoints.Checkpoints(folder / "checkpoints", keep_checkpoints)
     stack.enter_context(saved)
     found, is_over = saved.restore(abstract, origin), False
@@ -257,15 +257,18 @@ def fit(
         kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen}
         kept |= {"ended": num_steps} if is_enough else {}
         saved.save(state, kept, origin=origin)
-      if at_end:
+      if at_end and number is None:
         break
       if stopping:
         raise Interrupted(done, num_steps, number)
 
 
 @contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[int], int | None]]:
-  """Yields a function of the step that returns the signal to stop, or None."""
+def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
+  """Yields a function of the step that returns the signal to stop, or None.
+
+  Raises `Interrupted` at the end if a signal came too late for that.
+  """
   if jax.process_count() > 1:  # JAX agrees on one step for all. It takes SIGTERM.
     sync = multihost_utils.reached_preemption_sync_point
     yield lambda step: signal.SIGTERM if sync(step) else None
@@ -273,15 +276,22 @@ def _stop_signal() -> Iterator[Callable[[int], int | None]]:
   if threading.current_thread() is not threading.main_thread():
     yield lambda step: None
     return
-  received, before = [], {}
+  received, before, step = [], {}, num_steps
 
   def note(number, frame):
     received.append(number)
     signal.signal(number, before[number])  # A second one ends it at once.
 
+  def find(now):
+    nonlocal step
+    step = now
+    return received[0] if received else None
+
   before |= {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
-    yield lambda step: received[0] if received else None
+    yield find
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+  if received:
+    raise Interrupted(step, num_steps, received[0])

@@ -139,6 +139,13 @@ def test_tokens_are_made_once(tmp_path, corpus):
   assert tokens.tokenizer.decode(tokens.splits["train"]) == TEXTS["train"][::-1]
 
 
+@pytest.mark.parametrize("name", ["n" * 250, "\u6587" * 83, "\udcff" * 250])
+def test_a_long_name_is_cut(tmp_path, name):
+  corpus = Corpus(name, {split: [text] for split, text in TEXTS.items()})
+  tokens = tokenize(corpus, tmp_path / "tokens", "bytes", shared=True)
+  assert (tokens.folder / "train.bin").exists() and tokens.name == name
+
+
 @pytest.mark.parametrize(
   "texts, kind, message",
   [
