@@ -21,7 +21,7 @@ def unknown(key: str, known: Iterable[str], got: Any, note: str = "") -> UserErr
   near = difflib.get_close_matches(str(got), known, n=1)
   hint = f"; did you mean {near[0]}?" if near else ""
   names = ", ".join(name or repr(name) for name in known)
-  return UserError(f"{key}: expected one of {names}, got {got}{hint}{note}")
+  return UserError(f"{key}: expected one of {names}, got {got or repr(got)}{hint}{note}")
 
 
 def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserError:

@@ -139,7 +139,9 @@ def test_tokens_are_made_once(tmp_path, corpus):
   assert tokens.tokenizer.decode(tokens.splits["train"]) == TEXTS["train"][::-1]
 
 
-@pytest.mark.parametrize("name", ["n" * 250, "\u6587" * 83, "\udcff" * 250])
+@pytest.mark.parametrize(
+  "name", ["n" * 250, "\u6587" * 83, "\udcff" * 250], ids=["ASCII", "UTF-8", "no UTF-8"]
+)
 def test_a_long_name_is_cut(tmp_path, name):
   corpus = Corpus(name, {split: [text] for split, text in TEXTS.items()})
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes", shared=True)
