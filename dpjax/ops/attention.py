@@ -22,7 +22,7 @@ from dpjax.ops.products import factor_dtype, product, sum_dtype
 def _block_sizes(length: int) -> dict[str, int]:
   """The default sizes of tiles, by platform.
 
-  By results/attention.json on a CPU; by results/ops_h200.json on a GPU, which launches several
+  By results/ops.json on a CPU; by results/ops_h200.json on a GPU, which launches several
   kernels for each tile; on a TPU, where tiles should stay in the core's memory, by the bytes that
   compiled programs move.
   """

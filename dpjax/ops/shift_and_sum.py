@@ -272,7 +272,7 @@ def _pallas(values, gates, level_keep, platform=None):
 
 
 def _run_default(values, gates, level_keep):
-  # By results/shift_and_sum.json on a CPU, results/ops_h200.json on a GPU, and on a TPU by the
+  # By results/ops.json on a CPU, results/ops_h200.json on a GPU, and on a TPU by the
   # bytes that its compiler's programs move: results/compiled_ops.json.
   runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
