@@ -147,7 +147,7 @@ def test_attention_learns_to_recall():
     ("", "--run: expected the folder of a run, or --train, got neither"),
     ("--train some/run", "--run: expected the folder of a run, or --train, got both"),
     ("--train --mixers=we,wee", "--mixers: expected one of dispatcher, .*, me, got wee; .*"),
-    ("--train --tasks=", "--tasks: expected one of recall, copying, induction, got "),
+    ("--train --tasks=", "--tasks: expected one of recall, copying, induction, got ''"),
     ("--train --seeds=0", "--seeds: expected at least 1, got 0"),
   ],
 )
