@@ -161,9 +161,7 @@ def test_every_model_trains_on_every_platform(mixer, boundaries):
   config = small(boundaries, mixer)
   if boundaries == "whitespace":
     config.model.boundaries.space_ids = (0,)
-  if (
-    "dispatcher" in mixer
-  ):  # JAX lowers a kernel for a kind of GPU alone, which a CPU does not tell.
+  if "dispatcher" in mixer:  # A kernel is lowered for a kind of GPU, which a CPU does not tell.
     config.model.mixer.implementation = "recompute"
   traced = train_step(config, sharding.make_mesh(jax.devices()[:1]))
   texts = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "cuda", "tpu")}
