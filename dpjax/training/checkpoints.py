@@ -108,8 +108,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         raise
       with contextlib.suppress(Exception):  # of the same cause
         self._manager.wait_until_finished()
-      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
+      for pause in (0.0, 0.1, 1.0):  # The first error ends the wait; other threads still write.
+        time.sleep(pause)
+        for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+          shutil.rmtree(path, ignore_errors=True)
       raise not_writable("workdir", self._folder, cause) from error
 
   def restore(
