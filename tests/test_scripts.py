@@ -91,7 +91,7 @@ def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
   [
     (["--text={empty}"], "--text: expected a text, got the empty file {empty}"),
     (["--text={latin}"], "--text: expected a text in UTF-8, got {latin} .*"),
-    (["--text={none}"], "{none}: expected to read or write it, got: No such file or directory"),
+    (["--text={none}"], "--text: expected a text in UTF-8, got {none} .No such file or directory."),
     (["--text={latin}", "--split=test"], "--split: expected none with --text, got test"),
     (
       ["--text={latin}", "--documents=joined"],

@@ -88,15 +88,14 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
 
   Raises:
     UserError: `setting: ...`, it is no regular file, not UTF-8, or damaged.
-    OSError: it cannot be found.
   """
   path = Path(path)
-  reason = "" if path.stat() and path.is_file() else "no regular file"
   try:
-    if not reason:
+    if path.stat() and path.is_file():
       return "".join(text_file(path)).removeprefix("\ufeff")
-  except UserError as error:
-    reason = error.__cause__
+    reason: Any = "no regular file"
+  except (UserError, OSError) as error:
+    reason = getattr(error, "strerror", None) or error.__cause__
   raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({reason})")
 
 
