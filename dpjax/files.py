@@ -82,13 +82,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
   try:
     with temporary.open("x", encoding="utf-8", newline="\n") as file:
       file.write(json.dumps(content, indent=2) + "\n")
-      file.flush()
-      os.fsync(file.fileno())
+      sync(file)
     os.replace(temporary, path)
   except OSError as error:
     temporary.unlink(missing_ok=True)
     # A full disk is reported without the file's name.
     raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync(*opened: IO) -> None:
+  """Waits until what was written to files is on the disk."""
+  for file in opened:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def checksum(path: Path, kind: str = "sha256") -> str:
@@ -155,9 +161,10 @@ def build_once(
 def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
   """The record of a folder; {} if it is missing, incomplete or built from other inputs."""
   record = read_json(folder / RECORD)
-  if any(record.get(key) != value for key, value in inputs.items()):
+  made = record.get("files")
+  if not isinstance(made, dict) or any(record.get(key) != x for key, x in inputs.items()):
     return {}
-  sizes = {folder / name: size for name, size in record.get("files", {}).items()}
+  sizes = {folder / name: size for name, size in made.items()}
   is_whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
   return record if is_whole else {}
 

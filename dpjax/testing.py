@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
+from dpjax.errors import unknown
 from dpjax.layers.blocks import Block
 from dpjax.layers.mixer import check_input, takes_starts
 from dpjax.models.stack import Stack
@@ -51,14 +52,19 @@ def check_mixer(
 
   Raises:
     AssertionError: names the relation that the mixer breaks, and says where to look.
+    ValueError: `max_length` is too small, or a relation is unknown.
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
+  names = [*(RELATIONS if relations is None else relations)]
+  for name in names:
+    if name not in RELATIONS:
+      raise unknown("relations", RELATIONS, name)
   if isinstance(make, tuple):
     make = partial(_LayersInTurn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
-  for name in RELATIONS if relations is None else relations:
+  for name in names:
     try:
       RELATIONS[name](case)
     except Exception as error:

@@ -62,6 +62,12 @@ def test_the_letter_of_a_drive_begins_no_variant(monkeypatch):
     config_lib.load(r"D:\mine.py:tiny")
 
 
+def test_a_run_has_no_variants(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(dpjax.UserError, match="^--config: .* without a variant, got .*:tiny$"):
+    config_lib.load(f"{tmp_path}:tiny")
+
+
 def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_path, monkeypatch):
   expected = config_lib.load("dispatcher_ptb:tiny")
   monkeypatch.chdir(tmp_path)

@@ -102,6 +102,8 @@ def test_wrong_input_is_refused(changes, topology, expected, monkeypatch):
   monkeypatch.setattr(devices.importlib, "util", missing)
   with pytest.raises(UserError, match=expected):
     compile_lib.compile_steps(small(**changes), topology)
+  with pytest.raises(UserError, match="^steps: .*got training; did you mean train"):
+    compile_lib.compile_steps(small(), "cpu", steps=["training"])
 
 
 def test_a_vocabulary_is_known_where_the_tokenizer_tells():

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -112,6 +113,33 @@ def test_the_pages_have_the_scores_of_what_was_trained():
       by_name.setdefault(run["name"], []).append(f"{run['test']['bits_per_character']:.3f}")
   assert len(by_name) == 5
   assert_said(*(f"M | {' | '.join(cells)} |" for cells in by_name.values()), page=RESULTS)
+
+
+def rows_of_steps(name: str):
+  """The rows of a table of training steps beside PyTorch, from the first ratio on."""
+  parts = result(name)["parts"]
+  # Float32 and 16 bits of the paper's step are cases of their own.
+  of_paper = [{k: row for case in parts["paper"]["cases"] for k, row in case["rows"].items()}]
+  models = "dispatcher", "hourglass", "extractors"
+  others = [case["rows"] for x in models for case in parts[x]["cases"]]
+  for row in of_paper + others:
+    cells = []
+    for ours, condition in itertools.product(("dpjax", "dpjax, products"), ("quiet", "busy")):
+      theirs = [k for k in row if "PyTorch" in k and ("bfloat16" in k) == (ours != "dpjax")]
+      best = min(row[k][condition]["ratio"] for k in theirs if condition in row[k])
+      cells.append(row[ours][condition]["ratio"] / best)
+    wide, wide_busy, low, low_busy = cells
+    own = row["dpjax, products"]["quiet"]["ratio"]
+    memory = row["dpjax, products"]["temporary_mib"] / row["dpjax"]["temporary_mib"]
+    beside = f"{wide:.2f} | {low:.2f} | {low_busy:.2f} (float32 {wide_busy:.2f})"
+    yield f"| {beside} | {own:.2f} | {memory:.2f} |"
+
+
+@pytest.mark.parametrize("name", ["step", "step_xeon"])
+def test_steps_beside_pytorch_are_those_that_were_measured(name):
+  rows = [*rows_of_steps(name)]
+  assert len(rows) == 10
+  assert_said(*rows, page=RESULTS)
 
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():

@@ -196,7 +196,7 @@ def test_wrong_settings(folder, tmp_path):
 def test_what_a_run_logged_while_it_goes_on(folder):
   run = folder("a", COSTS)
   assert runs_lib.read_scores(run) == {}
-  damaged = '{"step": 9, "spl\n[3]\n{"step": 6}\n'
+  damaged = '{"step": 9, "spl\n[3]\n{"step": 6}\n{"step": [1], "split": "valid", "x": 1.5}\n'
   loss = {"step": 2, "split": "train", "loss": 4.0, "grad_norm": None}
   log(run, loss, evaluated(5, 3.5), evaluated(7, 2), end=damaged + '{"step": 9, "split": "va')
   scores = {"train/loss": {2: 4.0}, "valid/bits_per_character": {5: 3.5, 7: 2}}

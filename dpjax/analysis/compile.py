@@ -24,7 +24,7 @@ from dpjax import config as config_lib
 from dpjax import files
 from dpjax.analysis import devices, style, traffic
 from dpjax.commands import flags as command_line
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown
 from dpjax.registry import ConfigDict
 
 STEPS = ("train", "evaluate", "generate")
@@ -57,6 +57,9 @@ def compile_steps(
   Raises:
     ValueError: a setting or the topology is wrong, or the compiler is not installed.
   """
+  for step in steps:
+    if step not in STEPS:
+      raise unknown("steps", STEPS, step)
   device, places = devices.find(topology)
   programs, dtype = _Programs(_with_vocabulary(config), places, segments), _dtype(config)
   found = {step: _measure(getattr(programs, step)(), device, dtype) for step in steps}
@@ -311,7 +314,3 @@ def table(found: Mapping[str, Any]) -> str:
   if "largest_batch" in found:
     notes.append(f"largest train.batch_size that fits: {found['largest_batch']}")
   return "\n".join([head, "", style.table(heads, rows), "", *notes])
-
-
-if __name__ == "__main__":
-  main()

@@ -95,7 +95,8 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
     except (ValueError, TypeError, KeyError):
       continue
     for name, value in content.items():
-      if name not in ("step", "time") and type(value) in (int, float):
+      is_score = name not in ("step", "time") and type(value) in (int, float)
+      if is_score and type(step) is int:
         scores.setdefault(f"{split}/{name}", {})[step] = value
   return scores
 

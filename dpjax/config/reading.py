@@ -47,6 +47,8 @@ def load(experiment: str) -> ConfigDict:
   if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
     path = str(packaged)
   if path and Path(path, "config.json").is_file():
+    if variant:
+      raise UserError(f"--config: expected a run's folder without a variant, got {experiment}")
     return of_run(Path(path))
   if not Path(path).is_file():
     names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))

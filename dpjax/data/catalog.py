@@ -126,7 +126,7 @@ def open_named(
         f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {by_hand} "
         f"without {', '.join(missing)}"
       )
-    return reading.text_files(paths)
+    return ((x, piece) for x, path in paths.items() for piece in reading.text_file(path))
 
   splits, about["texts"] = build_texts(folder, about, read)
   return Corpus(_join(name, language), splits, about)

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import mmap
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +23,9 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from dpjax import files
 from dpjax.data.sources import reading
 from dpjax.errors import UserError
-from dpjax.files import build_once
 from dpjax.text.tokenizer import is_clean_cut
 
 SPLITS = ("train", "valid", "test")
@@ -310,13 +309,11 @@ def build_texts(
         sums[split].update(content)
         texts[split]["bytes"] += len(content)
         texts[split]["characters"] += len(piece)
-      for file in opened.values():
-        file.flush()
-        os.fsync(file.fileno())
+      files.sync(*opened.values())
     empty = [split for split in texts if not texts[split]["bytes"]]
     if empty or "train" not in texts:
       raise UserError(f"{folder.name}: expected text in the split {(empty or SPLITS)[0]}, got none")
     return {"texts": {x: {**texts[x], "sha256": sums[x].hexdigest()} for x in texts}}
 
-  texts = build_once(folder, inputs, build)["texts"]
+  texts = files.build_once(folder, inputs, build)["texts"]
   return {x: open_text(folder / f"{x}.txt") for x in SPLITS if x in texts}, texts

@@ -195,19 +195,13 @@ def encode_text(
       for i, (file, column) in enumerate(zip(opened, columns, strict=True)):
         state["sizes"][i] += file.write(column.data)
       if progress and unkept >= KEEP_BYTES:
-        _sync(opened)
+        files.sync(*opened)
         progress.keep(split, state | {"counts": counter.result()})
         unkept = 0
-    _sync(opened)
+    files.sync(*opened)
   counts = {"tokens": sum(state["sources"]), **counter.result()}
   counts |= {"documents": state["documents"]} if has_documents else {}
   return counts | ({"sources": state["sources"]} if isinstance(text, Mixed) else {})
-
-
-def _sync(opened: Iterable[Any]) -> None:
-  for file in opened:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def map_in_order(

@@ -273,7 +273,7 @@ def _open_files(paths: Sequence[Path], field: str, texts: Path) -> Chunks | Json
     if is_read:
       inputs["field"] = field
     name = Path(path.stem).stem if len(paths) == 1 else _name(paths)
-    folder = texts / f"{name}_{_digest([*ids, field] if is_read else ids)[:8]}"
+    folder = texts / f"{files.short_name(name)}_{_digest([*ids, field] if is_read else ids)[:8]}"
     read = functools.partial(_records, field) if is_read else reading.text_file
 
     def pieces() -> Iterator[tuple[str, str]]:

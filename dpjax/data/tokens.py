@@ -10,6 +10,7 @@ All runs share these folders of data_dir/tokens. A run's own folder, a reference
 small files and, in data.json, the path of the others.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -34,16 +35,16 @@ UNITS = ("tokens", "characters", "words", "bytes")
 _LEARNED = "unigram.model"  # of any kind of boundaries
 
 
-class _Arrays(Mapping[str, np.ndarray]):
+class _Arrays(collections.UserDict[str, Any]):
   """The array of each split, in a file of its own, mapped at first use."""
 
   def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
     self._dtype = np.dtype(dtype)
     item = self._dtype.itemsize
-    self._files = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
+    self.data = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
 
   def __getitem__(self, split: str) -> np.memmap:
-    path, size = self._files[split]
+    path, size = self.data[split]
     found = path.stat().st_size if path.exists() else "no such file"
     if found != size:
       raise UserError(
@@ -52,17 +53,8 @@ class _Arrays(Mapping[str, np.ndarray]):
       )
     return np.memmap(path, self._dtype, "r")
 
-  def __contains__(self, split: object) -> bool:
-    return split in self._files  # That of `Mapping` would open the file.
-
   def are_there(self) -> bool:
-    return all(path.exists() and path.stat().st_size == size for path, size in self._files.values())
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._files)
-
-  def __len__(self) -> int:
-    return len(self._files)
+    return all(path.exists() and path.stat().st_size == size for path, size in self.data.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,6 @@ class SelfAttention(nn.Module):
   rotary_base: float | None = None
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     if self.rotary_base is not None:
       expected = "None or a number above 1"
@@ -164,7 +163,6 @@ class RelativeAttention(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     super().__post_init__()
 

@@ -74,8 +74,12 @@ class Boundaries(nn.Module):
   rate_schedule = ()
 
   def __post_init__(self):
-    if self.rate_schedule:
-      check_schedule(self.rate_schedule)
+    schedule: Any = self.rate_schedule
+    is_pair = isinstance(schedule, tuple) and len(schedule) == 2
+    is_right = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int
+    if schedule and not (is_right and math.isfinite(schedule[0]) and 1 <= schedule[1] < 2**31):
+      expected = "() or (first, updates), as (0.4, 1000)"
+      raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
     checks.choice("pooling", self.pooling, METHODS)
     checks.integers(num_capacities=self.num_capacities)
     for name in ("space_ids", "end_ids"):
@@ -301,15 +305,6 @@ class SpaceByte(Boundaries):
   def count_in(self, tokens: np.ndarray) -> np.ndarray:
     begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
-
-
-def check_schedule(schedule: Any) -> None:
-  """Raises a `ValueError` unless a `rate_schedule` is (first, updates)."""
-  expected = "() or (first, updates), as (0.4, 1000)"
-  is_pair = isinstance(schedule, tuple) and len(schedule) == 2
-  is_right = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int
-  if not (is_right and math.isfinite(schedule[0]) and 1 <= schedule[1] < 2**31):
-    raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
 
 
 def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -46,7 +46,6 @@ class Dispatcher(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
     mixer.check_settings(self, sizes=sizes, rates=rates, implementations=ops.SHIFT_AND_SUM)
     if self.num_levels is not None:

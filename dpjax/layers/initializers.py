@@ -1,9 +1,9 @@
 """Initializers of the authors' models: PyTorch's defaults, or N(0, s**2)."""
 
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
@@ -22,20 +22,12 @@ def weights(std: float, default: nn.initializers.Initializer) -> nn.initializers
 
 def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
   """U(-bound, bound); with bound = 1/sqrt(fan_in), the biases of torch.nn.Linear."""
-
-  def initialize(key, shape, dtype=jnp.float32):
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-  return initialize
+  return functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
 
 
 def norm_gains(std: float) -> nn.initializers.Initializer:
   """N(1, std**2), the gains of a LayerNorm; all 1 if std is 0."""
-
-  def initialize(key, shape, dtype=jnp.float32):
-    return 1 + std * jax.random.normal(key, shape, dtype)
-
-  return initialize if std else nn.initializers.ones
+  return (lambda *x: 1 + nn.initializers.normal(std)(*x)) if std else nn.initializers.ones
 
 
 def linear(module: Any, features: int, name: str, **options: Any) -> nn.Dense:

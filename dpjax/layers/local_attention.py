@@ -27,7 +27,6 @@ class LocalAttention(SelfAttention):
   window: int = 256
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("window",))
     super().__post_init__()
 

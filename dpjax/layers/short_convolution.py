@@ -34,7 +34,6 @@ class ShortConvolution(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    """Checks that the settings are in range."""
     mixer.check_settings(self, sizes=("max_length", "num_taps"))
     super().__post_init__()
 

@@ -54,9 +54,7 @@ def run_at_capacity(
   sizes = checks.ids("sizes", sizes, "rising capacities")
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))
   if not (sizes and rises and sizes[-1] == inputs.shape[1]):
-    raise ValueError(
-      f"sizes: expected rising capacities up to S = {inputs.shape[1:2]}, got {sizes}"
-    )
+    raise ValueError(f"sizes: expected rising capacities up to S = {inputs.shape[1]}, got {sizes}")
   if needed is None or len(sizes) == 1:
     return function(inputs, *others)
   index = jnp.searchsorted(jnp.asarray(sizes), needed)
@@ -78,10 +76,6 @@ def _switch(call, sizes, index, inputs, floats, fixed):
   return jax.lax.switch(index, branches, inputs, floats, fixed)
 
 
-def _switch_forward(call, sizes, *arguments):
-  return _switch(call, sizes, *arguments), arguments
-
-
 def _switch_backward(call, sizes, arguments, cotangent):
   index, *arguments = arguments
 
@@ -95,7 +89,7 @@ def _switch_backward(call, sizes, arguments, cotangent):
   return None, *jax.lax.switch(index, branches, *arguments, cotangent), None
 
 
-_switch.defvjp(_switch_forward, _switch_backward)
+_switch.defvjp(lambda *x: (_switch(*x), x[2:]), _switch_backward)
 
 
 def _run_first(call, size: int, inputs, floats, fixed):

@@ -37,9 +37,9 @@ def arrays(sizes: dict[str, int] | None = None, /, **arguments: tuple) -> list[j
     x, y, z = arrays(x=(x, "B T D"), y=(y, "L>=T | L>=T D"), z=(z, "B | None", ONES))
 
   An argument is a value, the axes that it may have, and a kind (by default `FLOATS`) or a dtype. A
-  letter has one size in all arguments; "L>=T" is a new letter with the least size; a first "..."
-  is any number of axes, and "None" allows None. `sizes` are the sizes of letters that are known;
-  it receives those of the others.
+  letter has one size in all arguments; "L>=T" is a new letter with the least size; a first or
+  last "..." is any number of axes, and "None" allows None. `sizes` are the sizes of letters that
+  are known; it receives those of the others.
   """
   sizes = {} if sizes is None else sizes
   return [_array(sizes, name, *argument) for name, argument in arguments.items()]
@@ -96,6 +96,8 @@ def _fit(axes: list[str], shape: tuple, sizes: dict[str, int]) -> dict[str, int]
   if axes[:1] == ["..."]:
     axes = axes[1:]
     shape = shape[max(len(shape) - len(axes), 0) :]
+  elif axes[-1:] == ["..."]:
+    axes, shape = axes[:-1], shape[: len(axes) - 1]
   if len(axes) != len(shape):
     return None
   found = dict(sizes)

@@ -99,14 +99,9 @@ def _relu_dropout(rate, dtype, inputs, key):
   return as_factor(dropout(jax.nn.relu(inputs), rate, key))
 
 
-def _forward(rate, dtype, inputs, key):
-  output = _relu_dropout(rate, dtype, inputs, key)
-  return output, output
-
-
 def _backward(rate, dtype, output, grad):
   by_inputs = jnp.where(output > 0, grad / _kept_share(rate), jnp.zeros((), grad.dtype))
   return by_inputs.astype(dtype), None
 
 
-_relu_dropout.defvjp(_forward, _backward)
+_relu_dropout.defvjp(lambda *x: (_relu_dropout(*x),) * 2, _backward)

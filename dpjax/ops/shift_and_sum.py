@@ -162,10 +162,6 @@ def _each_row(run, *arrays):
   return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]), results)
 
 
-def _scan_rows(values, gates, level_keep):
-  return _each_row(partial(_scan, level_keep=level_keep), values, gates)
-
-
 def _scan(values, gates, level_keep):
   length, dtype = values.shape[1], sum_dtype(values, gates)
 
@@ -258,8 +254,8 @@ def _pull_blocks(size, values, gates, grad, level_keep):
 
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
-  cpu, default = (partial(run, level_keep=level_keep) for run in (_scan_rows, _unrolled))
-  return by_platform({"cpu": cpu, "default": default}, values, gates)
+  scan, default = (partial(run, level_keep=level_keep) for run in (_scan, _unrolled))
+  return by_platform({"cpu": partial(_each_row, scan), "default": default}, values, gates)
 
 
 _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)

@@ -163,7 +163,9 @@ class _Plan:
 
 
 def _past(plan, v_ref, row, shift):
-  """The rows `shift` < R before a tile's, of an array with R rows of zeros before it."""
+  """The rows `shift` before a tile's, of an array with R rows of zeros before it."""
+  if shift >= plan.rows:
+    return v_ref[pl.ds(plan.rows + row - shift, plan.rows)]
   halo = max(shift, _ALIGNED)
   own = v_ref[pl.ds(plan.rows + row, plan.rows)]
   before = v_ref[pl.ds(plan.rows + row - halo, halo)]
@@ -186,11 +188,8 @@ def _level(plan, k, c_ref, v_ref, out_ref):
   skipped = shift // plan.rows  # whole tiles without a past
 
   def run(tile, row):
-    if skipped:
-      past = v_ref[pl.ds(plan.rows + row - shift, plan.rows)]
-    else:
-      past = _past(plan, v_ref, row, shift)
     place = pl.ds(plan.rows + row, plan.rows)
+    past = _past(plan, v_ref, row, shift)
     out_ref[place] = v_ref[place] + c_ref[pl.ds(row, plan.rows), k : k + 1] * past
 
   # The last tiles first: what they read has not changed yet.
@@ -241,12 +240,9 @@ def _backward_kernel(plan, x_ref, c_ref, g_ref, dx_ref, dc_ref, v_ref, d_ref):
     shift = 2**k
     skipped, before_ref = shift // plan.rows, v_ref.at[k]
 
-    def by_gate(tile, row, k=k, shift=shift, skipped=skipped, before_ref=before_ref):
+    def by_gate(tile, row, k=k, shift=shift, before_ref=before_ref):
       place = pl.ds(row, plan.rows)
-      if skipped:
-        past = before_ref[pl.ds(plan.rows + row - shift, plan.rows)]
-      else:
-        past = _past(plan, before_ref, row, shift)
+      past = _past(plan, before_ref, row, shift)
       total = jnp.sum(d_ref[place] * past, axis=1, keepdims=True)
       dc_ref[place, k : k + 1] += total
 

@@ -124,10 +124,6 @@ def _output_nats(*arrays) -> jax.Array:
   return _by_platform(_sum_pieces, *arrays)
 
 
-def _output_forward(*arrays):
-  return _by_platform(_differentiate_pieces, *arrays)
-
-
 def _by_platform(function, *arrays):
   return by_platform({"cpu": partial(function, True), "default": partial(function, False)}, *arrays)
 
@@ -171,7 +167,7 @@ def _output_backward(residuals, grad):
   return of_hidden, of_kernel, of_bias, None, None
 
 
-_output_nats.defvjp(_output_forward, _output_backward)
+_output_nats.defvjp(lambda *x: _by_platform(_differentiate_pieces, *x), _output_backward)
 
 
 def _logits(h_btd, kernel, bias):

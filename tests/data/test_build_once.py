@@ -7,7 +7,7 @@ import pytest
 
 from dpjax import files
 from dpjax.errors import UserError
-from dpjax.files import build_once, read_record
+from dpjax.files import RECORD, build_once, read_record
 
 
 def build(calls):
@@ -29,8 +29,10 @@ def test_once_and_again_where_a_file_is_not_complete(tmp_path):
     assert build_once(target, {"version": 3}, build(calls)) == record
     damage(target / "a.txt")
   assert len(calls) == 2 and not read_record(target, {})
+  (target / RECORD).write_text('{"version": 3, "files": null}')
+  assert build_once(target, {"version": 3}, build(calls)) == record and len(calls) == 3
   build_once(target, {"version": 4}, build(calls))
-  assert not read_record(target, {"version": 3}) and len(calls) == 3
+  assert not read_record(target, {"version": 3}) and len(calls) == 4
   assert sorted(path.name for path in target.parent.iterdir()) == ["text", "text.lock"]
 
 

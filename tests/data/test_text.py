@@ -89,6 +89,8 @@ def test_packed_texts_and_marks_are_read_everywhere_as_data_path_reads_them(tmp_
     assert corpus.name == "text"
     expected = "".join(joined(corpus).values())
     assert reading.read_text(tmp_path / name) == expected == content[3:].decode()
+  (tmp_path / "text.txt.gz").rename(packed := tmp_path / f"{'n' * 245}.txt.gz")
+  assert "".join(joined(load_corpus(path=packed, data_dir=tmp_path)).values()) == expected
   helpers.make_pipe(tmp_path / "pipe")
   with pytest.raises(UserError, match="^text: expected .*no regular file"):
     reading.read_text(tmp_path / "pipe", "text")

@@ -11,7 +11,7 @@ from dpjax.ops.capacity import capacities, run_at_capacity
 from tests import helpers
 
 # A row a device.
-BATCH, LENGTH, WIDTH, OUT, LAYERS = 8, 11, 5, 7, 3
+BATCH, LENGTH, WIDTH, OUT = 8, 11, 5, 7
 SIZES = (4, 8, LENGTH)
 ROUNDING = dict(rtol=1e-5, atol=1e-5)
 
@@ -23,7 +23,7 @@ def mix(inputs_btd, params, row_ids, key):
   return x_btd * gain_d[:, None] + params["nested"][0] ** 2
 
 
-def draw(out=OUT, layers=()):
+def draw():
   """Inputs, the other arguments, and the weights of a scalar to differentiate."""
   generator = np.random.default_rng(3)
 
@@ -31,13 +31,13 @@ def draw(out=OUT, layers=()):
     return jnp.asarray(generator.standard_normal(shape), jnp.float32)
 
   params = {
-    "kernel": normal(*layers, WIDTH, out),
-    "gains": normal(*layers, 3, out),
-    "nested": [normal(*layers)],
+    "kernel": normal(WIDTH, OUT),
+    "gains": normal(3, OUT),
+    "nested": [normal()],
   }
   row_ids = jnp.arange(BATCH, dtype=jnp.int32) * 2 % 3
   others = params, row_ids, jax.random.key(5)
-  return normal(BATCH, LENGTH, WIDTH), others, normal(BATCH, LENGTH, out)
+  return normal(BATCH, LENGTH, WIDTH), others, normal(BATCH, LENGTH, OUT)
 
 
 def first_ones(needed):
@@ -79,6 +79,16 @@ def test_values_and_gradients_are_those_of_the_whole(needed):
   assert_close(gradients, expected_gradients)
   if needed:
     assert all(np.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (3, 7, 2, 5)])
+def test_inputs_have_any_number_of_axes(shape):
+  inputs = np.random.default_rng(5).standard_normal(shape, np.float32)
+  result = run_at_capacity(lambda x: 2 * x, (4, 7), jnp.int32(3), inputs)
+  np.testing.assert_array_equal(result[:, :4], 2 * inputs[:, :4])
+  assert result.shape == shape and not result[:, 4:].any()
+  with pytest.raises(ValueError, match="^sizes: .* up to S = 7, got "):
+    run_at_capacity(lambda x: x, (4, 8), jnp.int32(3), inputs)
 
 
 def tanhs(lowered):

@@ -71,11 +71,6 @@ def text_file(path: Path) -> Iterator[str]:
     raise damage(path, "a text in UTF-8", error) from error
 
 
-def text_files(paths: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-  """Pairs of a split and a piece of its `text_file`."""
-  return ((split, piece) for split, path in paths.items() for piece in text_file(path))
-
-
 def find_split(folder: Path, split: str, kinds: Sequence[str] = (".txt",)) -> Path | None:
   """The file of a split, plain or compressed; None if there is none."""
   stems = (split, "validation") if split == "valid" else (split,)
