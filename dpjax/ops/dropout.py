@@ -104,4 +104,4 @@ def _backward(rate, dtype, output, grad):
   return by_inputs.astype(dtype), None
 
 
-_relu_dropout.defvjp(lambda *x: (_relu_dropout(*x),) * 2, _backward)
+_relu_dropout.defvjp(lambda *x: (y := _relu_dropout(*x), y), _backward)
