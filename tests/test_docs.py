@@ -142,6 +142,15 @@ def test_steps_beside_pytorch_are_those_that_were_measured(name):
   assert_said(*rows, page=RESULTS)
 
 
+def test_the_dispatcher_beside_attention_is_what_was_measured():
+  ratios = {"": [], ", products": []}
+  for case in result("step_xeon")["parts"]["lengths"]["cases"]:
+    for way, found in ratios.items():
+      ours, base = (case["rows"][f"{x}, dpjax{way}"] for x in ("Dispatcher", "attention"))
+      found.append(f"{ours['quiet']['ratio'] / base['quiet']['ratio']:.2f}")
+  assert_said(*(f"{a}, {b} and {c}" for a, b, c in ratios.values()), page=RESULTS)
+
+
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 150
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
