@@ -12,10 +12,10 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from dpjax.errors import unknown
 from dpjax.layers.blocks import Block
 from dpjax.layers.mixer import check_input, takes_starts
 from dpjax.models.stack import Stack
+from dpjax.ops import checks
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -58,8 +58,7 @@ def check_mixer(
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
   names = [*(RELATIONS if relations is None else relations)]
   for name in names:
-    if name not in RELATIONS:
-      raise unknown("relations", RELATIONS, name)
+    checks.choice("relations", name, RELATIONS)
   if isinstance(make, tuple):
     make = partial(_LayersInTurn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)

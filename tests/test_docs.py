@@ -116,7 +116,7 @@ def test_the_pages_have_the_scores_of_what_was_trained():
 
 
 def rows_of_steps(name: str):
-  """The rows of a table of training steps beside PyTorch, from the first ratio on."""
+  """The cells of a table of training steps beside PyTorch, from the first ratio on."""
   parts = result(name)["parts"]
   # Float32 and 16 bits of the paper's step are cases of their own.
   of_paper = [{k: row for case in parts["paper"]["cases"] for k, row in case["rows"].items()}]
@@ -129,16 +129,41 @@ def rows_of_steps(name: str):
       best = min(row[k][condition]["ratio"] for k in theirs if condition in row[k])
       cells.append(row[ours][condition]["ratio"] / best)
     wide, wide_busy, low, low_busy = cells
-    own = row["dpjax, products"]["quiet"]["ratio"]
-    memory = row["dpjax, products"]["temporary_mib"] / row["dpjax"]["temporary_mib"]
-    beside = f"{wide:.2f} | {low:.2f} | {low_busy:.2f} (float32 {wide_busy:.2f})"
-    yield f"| {beside} | {own:.2f} | {memory:.2f} |"
+    own = f"{row['dpjax, products']['quiet']['ratio']:.2f}"
+    memory = f"{row['dpjax, products']['temporary_mib'] / row['dpjax']['temporary_mib']:.2f}"
+    yield f"{wide:.2f}", f"{low:.2f}", f"{low_busy:.2f} (float32 {wide_busy:.2f})", own, memory
 
 
 @pytest.mark.parametrize("name", ["step", "step_xeon"])
 def test_steps_beside_pytorch_are_those_that_were_measured(name):
   rows = [*rows_of_steps(name)]
   assert len(rows) == 10
+  assert_said(*(f"| {' | '.join(cells)} |" for cells in rows), page=RESULTS)
+  # Those of the Dispatcher's and the pooling paper.
+  wide, low = (", ".join(row[i] for row in rows[:5]) for i in (0, 1))
+  assert re.search(rf"{low}[^|;]* \(in float32 {wide}\)", README)
+
+
+def test_tables_of_operators_are_those_that_were_measured():
+  rows, by_case = [], {}
+  for part in result("ops")["parts"].values():
+    for case in part["cases"]:
+      by_case[case["case"]] = case["rows"]
+  for name, row in by_case.items():
+    if found := re.match(
+      r"(\w+) attention, B (\d+) T (\d+) H (\d+) .*dropout (.*), gradient", name
+    ):
+      kind, *shape, rate = found.groups()
+      ours, memory = row["default"], row["default"]["temporary_mib"] / row["whole"]["temporary_mib"]
+      ratios = ours["quiet"]["ratio"], ours["busy"]["ratio"], memory
+      cells = kind, ", ".join(shape), rate.removesuffix(".0"), *(f"{x:.2f}" for x in ratios)
+      rows.append(f"| {' | '.join(cells)} |")
+    if found := re.match(r"pool_segments, (B (\d+) T (\d+) D (\d+)), forward", name):
+      of_both = [(x, y) for x in ("pool", "upsample") for y in ("forward", "gradient")]
+      cases = [by_case[f"{x}_segments, {found[1]}, {y}"] for x, y in of_both]
+      cells = [f"{x['segments']['quiet']['ratio']:.2f}" for x in cases]
+      rows.append(f"| {', '.join(found.groups()[1:])} | {' | '.join(cells)} |")
+  assert len(rows) == 15
   assert_said(*rows, page=RESULTS)
 
 

@@ -135,7 +135,7 @@ def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
     testing.check_mixer(min_gru, has_cache=False, relations=["chunks"])
   with pytest.raises(ValueError, match="(?s)^max_length: expected at least 11, got 3"):
     testing.check_mixer(min_gru, max_length=3)
-  with pytest.raises(ValueError, match="^relations: .*got chunk; did you mean chunks"):
+  with pytest.raises(ValueError, match="^relations: expected one of .*got 'chunk'"):
     testing.check_mixer(min_gru, relations=["chunk"])
 
 

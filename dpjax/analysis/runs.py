@@ -5,6 +5,7 @@ Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
 
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -91,12 +92,11 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
   for line in path.read_bytes().splitlines() if path.is_file() else []:
     try:
       content = json.loads(line)
-      step, split = content["step"], content["split"]
+      step, split = operator.index(content["step"]), content["split"]
     except (ValueError, TypeError, KeyError):
       continue
     for name, value in content.items():
-      is_score = name not in ("step", "time") and type(value) in (int, float)
-      if is_score and type(step) is int:
+      if name not in ("step", "time") and type(value) in (int, float):
         scores.setdefault(f"{split}/{name}", {})[step] = value
   return scores
 
