@@ -200,6 +200,39 @@ def test_tokens_alone(config, tmp_path):
   assert not workdir_lib.resumes(tmp_path / "run", config)
 
 
+@pytest.mark.parametrize("kind", ["none", "unigram"])
+def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
+  text = helpers.write_text(tmp_path / "text.txt")
+  config = (
+    helpers.pooled_config(text, "unigram") if kind == "unigram" else helpers.small_config(text)
+  )
+  made = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
+  ready = shutil.copytree(made.folder, tmp_path / "ready")
+  shutil.rmtree(config.data.data_dir)
+  text.unlink()
+  config.data.path = str(ready)
+  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
+  assert data.counts == made.counts and data.folder == ready
+  assert (data.boundaries is None) == (kind == "none")
+  assert tokens_lib.find_tokens(config, tmp_path / "b" / "data").checksums == made.checksums
+  other = config_lib.boundaries(
+    **({"name": "unigram", "size": 31} if kind == "none" else {"name": "none"})
+  )
+  for key, value in {
+    "data.tokenizer": "bytes",
+    "data.lower_text": True,
+    "data.documents": "isolated",
+    "model.boundaries": other,
+  }.items():
+    wrong = config.copy_and_resolve_references()
+    config_lib.get(wrong, key.rpartition(".")[0])[key.rpartition(".")[2]] = value
+    with pytest.raises(UserError, match=f"^{key}: expected .*, as in the tokens of {ready}, got "):
+      tokens_lib.open_tokens(wrong, tmp_path / "c" / "data")
+  np.memmap(ready / "train.bin", mode="r+")[3] ^= 1
+  with pytest.raises(UserError, match="train.bin: expected the tokens as they were made"):
+    tokens_lib.open_tokens(config, tmp_path / "d" / "data")
+
+
 def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
   text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.pooled_config(text, "unigram")

@@ -50,6 +50,9 @@ def _check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> 
     raise UserError(f"boundaries: expected {expected}, got {len(boundaries)}")
 
 
+_DRAWN_STEPS = 64
+
+
 class _Windows(abc.ABC):
   """Batches of B windows of T tokens of a stream."""
 
@@ -195,10 +198,15 @@ class RandomWindows(_Windows):
   8.4M tokens there, so every offset is a window.
   """
 
+  _block = -1  # of steps whose offsets are drawn
+
   def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
-    draws = step * self.batch_size + np.arange(self.batch_size)[rows]
-    offsets = draw(draws, self._num_windows, self._seed)
-    return offsets[:, None] + np.arange(self.window + 1), False
+    block, index = divmod(step, _DRAWN_STEPS)
+    if block != self._block:  # Drawing for many steps at once takes hardly longer than for one.
+      draws = block * _DRAWN_STEPS * self.batch_size + np.arange(_DRAWN_STEPS * self.batch_size)
+      offsets = draw(draws, self._num_windows, self._seed)
+      self._block, self._offsets = block, offsets.reshape(_DRAWN_STEPS, self.batch_size)
+    return self._offsets[index, rows, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
     self._num_windows = len(self._tokens) - self.window

@@ -1,9 +1,11 @@
 """The tokens that `config.data` describes, shared by all runs."""
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
+from dpjax import files
 from dpjax.data import catalog
 from dpjax.data import tokens as data_tokens
 from dpjax.data.text import load_corpus
@@ -88,8 +90,10 @@ def _make_again(config: ConfigDict, folder: Path) -> Tokens:
 
 
 def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
-  """The tokens in data_dir, made if missing; `own` is the run's tokenizer."""
+  """The tokens in `data.path`, or in data_dir, made if missing; `own` is the run's tokenizer."""
   data = config.data
+  if data.path and Path(data.path, "train.bin").is_file():
+    return _open_ready(config, own)
   arguments = inspect.signature(load_corpus).parameters  # settings of the same names
   corpus = load_corpus(**{name: data[name] for name in arguments})
   given: dict[str, Any] = dict(shared=True, boundaries=_text_boundaries(config))
@@ -104,6 +108,37 @@ def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
       restrict=data.restrict_vocabulary,
     )
   return data_tokens.tokenize(corpus, Path(data.data_dir, "tokens"), tokenizer, **given)
+
+
+def _open_ready(config: ConfigDict, own: Tokenizer | None) -> Tokens:
+  """The tokens in `data.path`; a `UserError` if other settings made them."""
+  data, boundaries = config.data, _text_boundaries(config)
+  ready = data_tokens.open_tokens(data.path, boundaries=boundaries)
+  made = dict(files.load_json(Path(data.path, files.RECORD)).get("made", {}))
+  sizes = made.get("unigram"), boundaries and boundaries.text_settings()
+  wanted: dict[str, Any] = {
+    "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
+  }
+  tokenizer = _known_tokenizer(config, own)
+  if tokenizer is None:
+    wanted |= {
+      "data.tokenizer": (made.get("kind"), data.tokenizer),
+      "data.lower_text": (made.get("lower_text"), data.lower_text),
+      "data.lower_pieces": (made.get("lower_pieces"), data.lower_pieces),
+      "data.restrict_vocabulary": (made.get("restrict"), data.restrict_vocabulary),
+    }
+    if "vocab_size" in made:
+      wanted["data.tokenizer_size"] = made["vocab_size"], data.tokenizer_size
+  elif tokenizer.to_json() != ready.tokenizer.to_json():
+    raise UserError(f"data.path: expected tokens of the run's vocabulary, got {data.path}")
+  for key, (expected, got) in wanted.items():
+    if json.dumps(expected) != json.dumps(got):
+      raise UserError(f"{key}: expected {expected}, as in the tokens of {data.path}, got {got}")
+  if data.documents == "isolated" and ready.documents is None:
+    raise UserError(
+      f"data.documents: expected joined, as in the tokens of {data.path}, got isolated"
+    )
+  return ready
 
 
 def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:

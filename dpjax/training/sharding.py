@@ -52,6 +52,8 @@ def process_rows(batch_size: int) -> slice:
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
   """Puts this process's rows on its devices, as a part of the whole batch."""
   sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+  if jax.process_count() == 1:
+    return jax.device_put(dict(batch), sharding)
   return {
     name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
   }
