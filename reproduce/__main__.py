@@ -11,39 +11,54 @@ report, OUT/TABLE_SCALE.json and .md, is written after each run.
   paper  the paper's settings        cpu  small models, few steps, the same texts
   tiny   seconds, on Python's manual
 
+For an accelerator that is there for minutes, make the tokens elsewhere, then train what fits:
+
+  python -m reproduce dispatcher-table1 --data=texts --rows=ptb/dispatcher,ptb/msa --tokenize=tokens
+  python -m reproduce dispatcher-table1 --data=tokens --rows=ptb/dispatcher,ptb/msa --minutes=9
+
 Status 1: a row has no result.
 """
 
 import json
-import platform
+import math
+import shutil
 import sys
+import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 
 from dpjax import run as run_lib
-from dpjax.analysis import runs as runs_lib
 from dpjax.commands import flags as command_line
 from dpjax.config import ConfigDict
 from dpjax.errors import UserError
-from dpjax.files import write_json
-from dpjax.training.loop import NonFiniteError
+from dpjax.files import read_json, write_json
 from reproduce import papers, scales
 from reproduce import report as report_lib
+from reproduce import rows as rows_lib
 
 flags.adopt_module_key_flags(command_line)
 _SCALE = flags.DEFINE_enum("scale", "paper", scales.SCALES, "the size of models, texts and runs")
 _SEEDS = flags.DEFINE_list("seeds", ["0"], "the seeds of each row, with commas between them")
+_ROWS = flags.DEFINE_list("rows", [], "rows to train, in this order; without, all of the tables'")
+_MINUTES = flags.DEFINE_float(
+  "minutes",
+  0.0,
+  "train what fits into this time: runs that the reports in --out have are kept, each other one is "
+  "timed by its first updates, and one that does not fit is named; 0: no limit",
+  lower_bound=0.0,
+)
 _DATA = flags.DEFINE_string(
   "data",
   "",
   "a folder of texts, each a folder or .txt file by its corpus's name (with _LANGUAGE, where it "
   "has several; the name of a stand-in goes on after that), and of vocabularies in its folder "
-  "vocabularies; empty: what is missing is downloaded into data/",
+  "vocabularies; or a folder that --tokenize made; empty: what is missing is downloaded into data/",
+)
+_TOKENIZE = flags.DEFINE_string(
+  "tokenize", "", "a folder for the tokens of the rows, to be --data elsewhere; trains nothing"
 )
 _RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
 _OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
@@ -51,23 +66,33 @@ _OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are wr
 
 def main(names: str) -> None:
   """Trains what the flags name, and prints the reports."""
+  end = time.perf_counter() + 60 * _MINUTES.value if _MINUTES.value else math.inf
   tables = papers.find(names)
+  rows = papers.select(tables, _ROWS.value)
   if not all(seed.isdecimal() for seed in _SEEDS.value) or not _SEEDS.value:
     raise UserError(f"seeds: expected integers of at least 0, got {','.join(_SEEDS.value)}")
   if _DATA.value and not Path(_DATA.value).is_dir():
     raise UserError(f"data: expected a folder of texts, got {_DATA.value}")
+  if _TOKENIZE.value:
+    for _, row in rows:
+      _tokenize(row, Path(_TOKENIZE.value))
+    return
+  reports = {table.name: _report(table) for table in tables}
+  runs = [(table, row, int(seed)) for table, row in rows for seed in _SEEDS.value]
   missing = 0
+  for i, (table, row, seed) in enumerate(runs):
+    report = reports[table.name]
+    known = report["rows"][row.name]["runs"]
+    if "scores" in known.get(str(seed), {}):
+      print(f"\n{row.name}, seed {seed}: in the report already", flush=True)
+      continue
+    print(f"\n{row.name}, seed {seed}", flush=True)
+    following = next((x for x in runs[i + 1 :] if x[1] is not row), None)
+    known[str(seed)] = _train(known, row, table, seed, end, following)
+    missing += "left_out" in known[str(seed)]
+    _write(table, report)
   for table in tables:
-    report = _report(table)
-    # A row that others start from comes first.
-    firsts = {row.after for row in table.rows}
-    for row in sorted(table.rows, key=lambda row: 2 * bool(row.after) - (row.name in firsts)):
-      for seed in _SEEDS.value:
-        report["rows"][row.name]["runs"][seed] = _run(row, table, int(seed))
-        _write(table, report)
-    print("\n" + report_lib.markdown(table, report))
-    runs = [run for row in report["rows"].values() for run in row["runs"].values()]
-    missing += sum("left_out" in run for run in runs)
+    print("\n" + report_lib.markdown(table, reports[table.name]))
   if missing:
     sys.exit(f"{missing} runs have no result")
 
@@ -90,49 +115,76 @@ def configure(row: papers.Row, seed: int) -> tuple[ConfigDict, Path]:
   return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{seed}")
 
 
-def _run(row: papers.Row, table: papers.Table, seed: int) -> dict[str, Any]:
-  """Trains one row with one seed: its scores, or why there are none."""
+def _train(
+  known: Mapping[str, Any], row: papers.Row, table: papers.Table, seed: int, end: float, following
+) -> dict[str, Any]:
+  """Trains one row with one seed, if there is time: what the report says of it."""
+  # What the row took with another seed, or what it was expected to take before.
+  sizes = [run.get("seconds", run.get("expected_seconds")) for run in known.values()]
+  expected, left = (
+    max(filter(None, sizes), default=rows_lib.LAST_SECONDS),
+    end - time.perf_counter(),
+  )
+  if expected > left:
+    reason = f"needs about {expected:.0f} seconds, of which {max(0.0, left):.0f} are left"
+    print(reason, file=sys.stderr, flush=True)
+    return {**known.get(str(seed), {}), "left_out": reason}
   try:
     config, folder = configure(row, seed)
     if row.after:
       (first,) = (other for other in table.rows if other.name == row.after)
       config.train.initial_run = str(configure(first, seed)[1].resolve())
-    print(f"\n{row.name}, seed {seed}: {folder}", flush=True)
-    run, scores = run_lib.train(config, folder)
-    losses = runs_lib.read_losses(folder)
-    every = min(config.train.median_every_steps, len(losses))
-    scores["median_cost"] = runs_lib.last_median(losses, every)
-    jax.clear_caches()  # Otherwise a process keeps the programs of all its models.
-    sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
-    return {"scores": scores, "step": len(losses), "best_step": run.step, "parameters": sum(sizes)}
-  except (UserError, NonFiniteError, OSError) as error:
+  except UserError as error:
     print(error, file=sys.stderr, flush=True)
     return {"left_out": " ".join(str(error).split())}
 
+  def plan_following() -> rows_lib.Plan | None:
+    return following and rows_lib.Plan.make(*configure(following[1], following[2]))
+
+  return rows_lib.train(config, folder, end, table.scores, plan_following)
+
+
+def _tokenize(row: papers.Row, folder: Path) -> None:
+  """Copies the tokens of a row into FOLDER/TEXT/TOKENIZER, unless they are there."""
+  config, workdir = configure(row, 0)
+  text, path = scales.find_text(config, _DATA.value)
+  target = folder / text / scales.tokens_name(config)
+  if not target.exists():
+    made = run_lib.tokenize(config, workdir)
+    shutil.copytree(made.folder, target)
+  print(f"{row.name}: {target}", flush=True)
+
 
 def _report(table: papers.Table) -> dict[str, Any]:
-  """A report without runs."""
+  """A report without runs; with a time, with those that it has already."""
+  before = read_json(_path(table)) if _MINUTES.value else {}
+  rows: dict[str, Any] = {
+    row.name: {
+      "config": row.config,
+      "changes": scales.changes(row.config, _SCALE.value),
+      "paper": dict(row.paper),
+      "runs": {},
+    }
+    for row in table.rows
+  }
+  for name, row in before.get("rows", {}).items():
+    if name in rows and all(row[key] == rows[name][key] for key in ("config", "changes")):
+      rows[name]["runs"] = row["runs"]
   return {
     "table": table.name,
     "source": table.source,
     "scale": _SCALE.value,
     "command": " ".join(["python", *sys.orig_argv[1:]]),
-    "machine": f"{jax.device_count()} {jax.devices()[0].device_kind}, {platform.processor()}",
-    "versions": {name: metadata.version(name) for name in ("dpjax", "jax", "flax", "optax")},
-    "rows": {
-      row.name: {
-        "config": row.config,
-        "changes": scales.changes(row.config, _SCALE.value),
-        "paper": dict(row.paper),
-        "runs": {},
-      }
-      for row in table.rows
-    },
+    "rows": rows,
   }
 
 
+def _path(table: papers.Table) -> Path:
+  return Path(_OUT.value, f"{table.name}_{_SCALE.value}.json")
+
+
 def _write(table: papers.Table, report: Mapping[str, Any]) -> None:
-  path = Path(_OUT.value, f"{table.name}_{_SCALE.value}.json")
+  path = _path(table)
   path.parent.mkdir(parents=True, exist_ok=True)
   write_json(path, json.loads(json.dumps(report)))
   path.with_suffix(".md").write_text(report_lib.markdown(table, report), encoding="utf-8")

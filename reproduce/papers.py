@@ -7,9 +7,9 @@ Nawrot et al. 2023, arXiv:2211.09761.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from dpjax.errors import unknown
+from dpjax.errors import UserError, unknown
 
 # Scores, as runs report them.
 PERPLEXITY = "perplexity"
@@ -205,7 +205,8 @@ _TABLES = (
       "The Dispatcher is ahead of masked self-attention on PTB, WikiText2 and 1BW, and "
       "behind it on WikiText103 (Sec. 3.5).",
     ),
-    (PERPLEXITY, "perplexity_per_word"),  # WordPiece loses text, so there are no bits.
+    # WordPiece loses text, so there are no bits.
+    (PERPLEXITY, "perplexity_authors_protocol", "perplexity_per_word"),
     tuple(_dispatcher_rows()),
   ),
   _extractors(
@@ -286,3 +287,29 @@ def find(names: str) -> list[Table]:
     if name not in TABLES:
       raise unknown("TABLE", ("all", *TABLES), name)
   return [TABLES[name] for name in chosen]
+
+
+def select(tables: Sequence[Table], names: Sequence[str]) -> list[tuple[Table, Row]]:
+  """Rows with their tables: those of `names` in order, or all, first those that others start from.
+
+  Raises:
+    ValueError: no table has a row, or two have.
+  """
+  rows = [(table, row) for table in tables for row in table.rows]
+  if not names:
+    firsts = {(table.name, row.after) for table, row in rows}
+    order = {table.name: i for i, table in enumerate(tables)}
+    return sorted(
+      rows,
+      key=lambda x: (order[x[0].name], bool(x[1].after), (x[0].name, x[1].name) not in firsts),
+    )
+  chosen = []
+  for name in names:
+    found = [(table, row) for table, row in rows if row.name == name]
+    if not found:
+      raise unknown("rows", [row.name for _, row in rows], name)
+    if len(found) > 1:
+      several = ", ".join(table.name for table, _ in found)
+      raise UserError(f"rows: expected a row of one table, got {name} of {several}")
+    chosen += found
+  return chosen

@@ -145,14 +145,16 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
 
   It is NAME or, of a corpus with several languages, NAME_LANGUAGE: a folder with
   {train,valid,test}.txt, or a file with the ending .txt. The name of a stand-in, or of a
-  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. Without a
-  folder the text is downloaded, and there is no path.
+  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. A folder may have
+  its tokens in place of the text, in the folder `tokens_name`. Without a folder the text is
+  downloaded, and there is no path.
 
   Raises:
     ValueError: the folder has none, or more than one.
   """
   wanted = _stem(config.data.name, config.data.language)
-  if not folder or config.data.name == catalog.PYTHON_MANUAL:
+  is_manual = wanted == catalog.PYTHON_MANUAL and not Path(folder, wanted).exists()
+  if not folder or is_manual:
     return wanted, None
   found = {}
   for path in sorted(Path(folder).glob("*")):
@@ -165,4 +167,11 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
     got = ", ".join(path.name for path in exact or found) or "none"
     raise UserError(f"data: expected a folder {wanted} or {wanted}.txt in {folder}, got {got}")
   ((path, stem),) = (exact or found).items()
-  return stem, path
+  tokens = path / tokens_name(config)
+  return stem, tokens if tokens.exists() else path
+
+
+def tokens_name(config: ConfigDict) -> str:
+  """The name of a folder of tokens: bpe, or characters_unigram_200 with boundaries of the text."""
+  kind = config.model.boundaries
+  return config.data.tokenizer + f"_unigram_{kind.get('size')}" * (kind.name == "unigram")

@@ -9,7 +9,7 @@ import runpy
 import pytest
 
 from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
-from reproduce import papers
+from reproduce import papers, rows
 from reproduce import report as report_lib
 from tests import helpers
 
@@ -53,6 +53,28 @@ def test_all_rows_of_a_table_are_trained_and_resume(tmp_path, monkeypatch, capsy
   assert json.loads(file.read_text())["rows"] == report["rows"]
 
 
+def test_a_time_ends_what_does_not_fit_and_keeps_what_is_done(tmp_path, monkeypatch, capsys):
+  tokens = tmp_path / "tokens"
+  wanted = "--rows=he_2,ptb/msa"
+  tables = "dispatcher-table1,extractors-fig11"
+  assert start(tables, tmp_path, wanted, f"--tokenize={tokens}") is None
+  assert {path.name for path in (tokens / "python_manual").iterdir()} == {"bpe", "wordpiece"}
+  monkeypatch.setattr(rows, "LAST_SECONDS", 1e6)
+  assert start(tables, tmp_path, wanted, "--minutes=9") == "2 runs have no result"
+  assert "needs about 1000000 seconds, of which 5" in capsys.readouterr().err
+  monkeypatch.undo()
+  (tmp_path / "runs").rename(tmp_path / "elsewhere")
+  assert start(tables, tmp_path, wanted, "--minutes=9", f"--data={tokens}") is None
+  shown = capsys.readouterr().out
+  assert shown.index("\nhe_2, seed 0") < shown.index("\nptb/msa, seed 0")
+  assert list((tmp_path / "runs/tiny").iterdir()) == [tmp_path / "runs/tiny/python_manual"]
+  assert start(tables, tmp_path, wanted, "--minutes=9", "--seeds=0,1", f"--data={tokens}") is None
+  shown = capsys.readouterr().out
+  assert shown.count("seed 0: in the report already") == 2 and "he_2, seed 1\n" in shown
+  report = json.loads((tmp_path / "out/extractors-fig11_tiny.json").read_text())
+  assert [*report["rows"]["he_2"]["runs"]] == ["0", "1"]
+
+
 def test_a_row_without_its_text_is_left_out(tmp_path):
   (tmp_path / "texts").mkdir()
   done = start("pooling-table2", tmp_path, f"--data={tmp_path / 'texts'}", "--scale=cpu")
@@ -68,6 +90,9 @@ def test_a_row_without_its_text_is_left_out(tmp_path):
     ("pooling-tabel1", "did you mean pooling-table1"),
     ("all --scale=large", "scale.*should be one of"),
     ("all --seeds=-1", "seeds: expected"),
+    ("all --minutes=-1", "minutes=-1: .* non-negative"),
+    ("dispatcher-table1 --rows=ptb/dispacher", "rows: .* did you mean ptb/dispatcher"),
+    ("extractors-fig10,extractors-fig11 --rows=she_8", "rows: expected a row of one table"),
     ("all --data=no_such", "data: expected a fold"),
   ],
 )

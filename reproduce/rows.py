@@ -1,0 +1,229 @@
+"""Trains one row of a table with one seed, within a time if there is one."""
+
+import dataclasses
+import math
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpjax import __version__
+from dpjax import config as config_lib
+from dpjax import run as run_lib
+from dpjax.analysis import runs as runs_lib
+from dpjax.config import ConfigDict
+from dpjax.data import batches as batches_lib
+from dpjax.errors import Interrupted, UserError
+from dpjax.models import build
+from dpjax.run import training
+from dpjax.training import checkpoints, sharding
+from dpjax.training.loop import NonFiniteError
+
+MEASURED = 30  # updates that tell how long a row takes
+SAVE_SECONDS = 0.5  # of a checkpoint after an evaluation
+LAST_SECONDS = 10.0  # of the checkpoint and the test split at the end
+POINTS = 100  # of a curve of training losses
+AUTHORS = "perplexity_authors_protocol"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A run before it begins: its configuration with its vocabulary, batches and length."""
+
+  config: ConfigDict
+  batches: Any
+  num_steps: int
+  num_evaluations: int
+  evaluation_updates: float  # updates that take as long as an evaluation
+
+  @classmethod
+  def make(cls, config: ConfigDict, folder: Path) -> "Plan":
+    """Opens the tokens of a run, and makes them if they are missing."""
+    data = run_lib.tokenize(config, folder)
+    config = build.with_vocabulary(config, data.tokenizer)
+    batches = training.make_batches(config, data)
+    num_steps, every = (
+      config_lib.steps_in(config.train, name, steps_per_epoch=batches.steps_per_epoch)
+      for name in ("num", "eval_every")
+    )
+    # Validation has no backward pass, so a third of the work for a token.
+    tokens = config.eval.max_tokens or data.counts["valid"]["tokens"]
+    updates = tokens / (batches.batch_size * batches.window) / 3
+    return cls(config, batches, num_steps, -(-num_steps // every), updates)
+
+  def compile(self) -> None:
+    """Compiles an update into JAX's persistent cache."""
+    model = build.build_model(self.config.model)
+    trainer = training.make_trainer(self.config, model, self.num_steps)
+    mesh = sharding.make_mesh()
+    state, batch = trainer.abstract_state(mesh), self.batches.batch(0)
+    size = trainer.capacity(batch)
+    placed = sharding.put_batch(batch, mesh)
+    trainer.jit_step(state, mesh).lower(state, placed, capacity=size).compile()
+
+
+class Clock:
+  """Tells `dpjax.train` to stop (`should_stop`) a run that does not fit into the time left.
+
+  After the first update, which compiles, `MEASURED` updates are timed; then
+
+    expected = seconds so far + updates to come * median + evaluations to come * (evaluation + save)
+
+  Args:
+    end: when the time is up, by `time.perf_counter`; infinity without a limit.
+    plan: the run.
+    done: the number of updates that an earlier session made.
+    measured: called once the updates are timed.
+  """
+
+  def __init__(self, end: float, plan: Plan, done: int, measured: Callable[[], None]):
+    self.begin, self.facts = time.perf_counter(), {}
+    self._end, self._plan, self._measured = end - LAST_SECONDS, plan, measured
+    self._to_come, self._times = plan.num_steps - done, []
+
+  def __call__(self) -> bool:
+    """Whether to stop; called after every update."""
+    now = time.perf_counter()
+    if len(self._times) < MEASURED + 2:
+      self._times.append(now)
+      if len(self._times) == MEASURED + 2:
+        update = float(np.median(np.diff(self._times[1:])))
+        share = self._to_come / self._plan.num_steps
+        evaluation = self._plan.evaluation_updates * update + SAVE_SECONDS
+        rest = (self._to_come - len(self._times)) * update
+        rest += share * self._plan.num_evaluations * evaluation
+        expected = now - self.begin + rest + LAST_SECONDS
+        self.facts = {"update_seconds": update, "expected_seconds": expected}
+        self._measured()
+        return now + rest > self._end
+    return now > self._end
+
+
+def train(
+  config: ConfigDict,
+  folder: Path,
+  end: float,
+  scores: tuple[str, ...] = (),
+  following: Callable[[], Plan | None] = lambda: None,
+) -> dict[str, Any]:
+  """Trains one run: what the report says of it.
+
+  Args:
+    config: the run's.
+    folder: the run's.
+    end: see `Clock`.
+    scores: the scores that the report shows.
+    following: makes the plan of the next run, whose update is compiled while this one trains.
+
+  Returns:
+    "scores" of the test split, "step", "best_step", "parameters", "seconds", "curve"; or
+    "left_out", the reason. With both "device", "products", "versions" and, of a run that was long
+    enough to be timed, "update_seconds" and "expected_seconds".
+  """
+  threads: list[threading.Thread] = []
+
+  def compile_following() -> None:
+    # Without a limit, nothing is in a hurry; without the cache, it would be compiled again.
+    if end < math.inf and jax.config.values["jax_compilation_cache_dir"]:
+      threads.append(threading.Thread(target=_compile, args=(following,)))
+      threads[0].start()
+
+  clock: Any = None
+  try:
+    plan = Plan.make(config, folder)
+    saved = checkpoints.find_complete(folder / "checkpoints")
+    clock = Clock(end, plan, int(saved[0].name) if saved else 0, compile_following)
+    run, found = run_lib.train(config, folder, should_stop=clock)
+    losses = runs_lib.read_losses(folder)
+    every = min(config.train.median_every_steps, len(losses))
+    found["median_cost"] = runs_lib.last_median(losses, every)
+    if AUTHORS in scores:
+      found[AUTHORS] = authors_perplexity(run)
+    sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
+    return {
+      "scores": found,
+      "step": len(losses),
+      "best_step": run.step,
+      "parameters": sum(sizes),
+      "seconds": time.perf_counter() - clock.begin,
+      **clock.facts,
+      **describe(config),
+      "curve": curve(folder),
+    }
+  except Interrupted as error:
+    if error.signal is not None:
+      raise
+    needs = clock.facts.get("expected_seconds")
+    reason = f"needs about {needs:.0f} seconds, more than were left; " if needs else "out of time; "
+    reason += f"stopped at update {error.step:,} of {error.num_steps:,}"
+    print(reason, file=sys.stderr, flush=True)
+    return {"left_out": reason, **clock.facts, **describe(config)}
+  except (UserError, NonFiniteError, OSError) as error:
+    print(error, file=sys.stderr, flush=True)
+    return {"left_out": " ".join(str(error).split())}
+  finally:
+    for thread in threads:
+      thread.join()
+    jax.clear_caches()  # Otherwise a process keeps the programs of all its models.
+
+
+def _compile(following: Callable[[], Plan | None]) -> None:
+  """Compiles the next run's update; an error shows again when that run begins."""
+  try:
+    if plan := following():
+      plan.compile()
+  except Exception:
+    traceback.print_exc()
+
+
+def describe(config: ConfigDict) -> dict[str, Any]:
+  """The device, the precision of products and the versions."""
+  device = jax.devices()[0]
+  products = config.train.products
+  if device.platform == "gpu" and products == "float32":
+    products = jax.config.values["jax_default_matmul_precision"] or "float32, as TF32"
+  versions = {x: sys.modules[x].__version__ for x in ("jax", "flax", "optax")}
+  return {
+    "device": f"{jax.device_count()} {device.device_kind}",
+    "products": products,
+    "versions": {"dpjax": __version__, **versions},
+  }
+
+
+def curve(folder: Path) -> dict[str, Any]:
+  """The costs of a run by update: `POINTS` means, the medians and validation, in nats per token."""
+  losses, logged = runs_lib.read_losses(folder), runs_lib.read_scores(folder)
+  every = max(1, len(losses) // POINTS)
+  parts = (losses[i : i + every] for i in range(0, len(losses), every))
+
+  def rounded(values: Mapping[int, float]) -> dict[str, float]:
+    return {str(step): round(value, 4) for step, value in values.items()}
+
+  return {
+    "every": every,
+    "loss": [round(statistics.fmean(map(float, part)), 4) for part in parts],
+    "median_loss": rounded(logged.get("train/median_loss", {})),
+    "valid": rounded(logged.get("valid/nats_per_token", {})),
+  }
+
+
+def authors_perplexity(run: Any, split: str = "test") -> float:
+  """Perplexity of a split by the protocol of the Dispatcher authors' code.
+
+  The text is cut into rows, and each row into windows without context; the first token of a row is
+  no target.
+  """
+  rows, length = run.config.eval.batch_size, run.config.model.max_length
+  text = batches_lib.ContiguousRows(run.data.splits[split], rows, length)
+  nats = count = 0.0
+  for index in range(text.steps_per_epoch):
+    sums = run._scorer.step(run.params, text.batch(index), index)
+    nats, count = nats + float(sums["nats"]), count + float(sums["count"])
+  return math.exp(nats / count)

@@ -1,0 +1,63 @@
+"""Rows within a time: measured, compiled ahead, left out with their seconds, and kept."""
+
+import itertools
+import math
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from dpjax.commands import doctor
+from reproduce import rows
+from tests import helpers
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+PLAN = SimpleNamespace(num_steps=500, num_evaluations=5, evaluation_updates=7.0)
+# 31 updates of 2 s after one of 60 s; then 468 updates, and 5 evaluations of 7 updates and a save.
+REST = 468 * 2.0 + 5 * (14.0 + rows.SAVE_SECONDS)
+
+
+@pytest.mark.parametrize("end, stops", [(math.inf, False), (130 + REST, False), (110 + REST, True)])
+def test_a_run_is_stopped_once_its_updates_are_timed(monkeypatch, end, stops):
+  times = itertools.chain([0.0], itertools.count(60.0, 2.0))
+  monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+  measured = []
+  clock = rows.Clock(end + rows.LAST_SECONDS, PLAN, 0, lambda: measured.append(1))
+  answers = [clock() for _ in range(rows.MEASURED + 2)]
+  assert answers == [False] * (rows.MEASURED + 1) + [stops] and measured == [1]
+  spent = 60 + 2.0 * (rows.MEASURED + 1)
+  expected = {"update_seconds": 2.0, "expected_seconds": spent + REST + rows.LAST_SECONDS}
+  assert clock.facts == pytest.approx(expected)
+  # Whatever was expected, nothing goes on after the end.
+  monkeypatch.setattr(time, "perf_counter", lambda: 1e9)
+  assert clock() == math.isfinite(end)
+
+
+def test_a_resumed_run_needs_the_rest_alone(monkeypatch):
+  times = itertools.chain([0.0], itertools.count(0.0, 2.0))
+  monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+  clock = rows.Clock(1e6, PLAN, 400, lambda: None)
+  assert not any(clock() for _ in range(rows.MEASURED + 2))
+  rest = 68 * 2.0 + 5 * 100 / 500 * (14.0 + rows.SAVE_SECONDS)
+  assert clock.facts["expected_seconds"] == pytest.approx(62 + rest + rows.LAST_SECONDS)
+
+
+def test_the_update_compiled_ahead_is_the_one_that_trains(tmp_path):
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=3)
+  cache = tmp_path / "compiled"
+  cache.mkdir()
+
+  def steps():
+    return {path.name for path in cache.glob("jit_run-*")}
+
+  with doctor._cache_in(str(cache)):
+    rows.Plan.make(config, tmp_path / "run").compile()
+    jax.clear_caches()
+    compiled = steps()
+    found = rows.train(config, tmp_path / "run", math.inf, (rows.AUTHORS,))
+  assert len(compiled) == 1 and len(steps() - compiled) == 1  # that of evaluation
+  assert found["step"] == 3 and len(found["curve"]["loss"]) == 3
+  # The whole split but the first tokens of rows, and what no row has.
+  perplexity, authors = (found["scores"][name] for name in ("perplexity", rows.AUTHORS))
+  assert perplexity != authors and authors == pytest.approx(perplexity, rel=0.1)
