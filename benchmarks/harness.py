@@ -18,6 +18,7 @@ import argparse
 import concurrent.futures as futures
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -380,5 +381,5 @@ def main(
       if is_written:
         out.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-  if is_written:
+  if is_written and importlib.util.find_spec("matplotlib"):
     draw(report, out.with_suffix(".png"))

@@ -13,6 +13,7 @@ float32 of both as TF32. Without PyTorch, dpjax is timed alone. The parts:
   dispatcher   the Dispatcher and masked self-attention, 4 x 512
   extractors   2 layers of each Extractor, and attention of 32 heads, 64 x 128
   hourglass    12 layers of relative attention, and 2 + 8 + 2 with segments of 4, 2 x 512
+  pooling      the same at 2 x 2,048, and with boundaries at spaces and of Gumbel's (without PyTorch)
   lengths      the Dispatcher beside attention, batch 1, over T: the Dispatcher paper's Fig. 2
   factors      the pooling paper's model over the shortening factor, 1 x 2048: its Fig. 5
 
@@ -164,7 +165,8 @@ def programs(
   here = pathlib.Path(__file__).resolve()
   told = {"dpjax": ("jax", {}), "dpjax, products": ("jax", {"products": "bfloat16"})}
   told["dpjax, bfloat16"] = "jax", {"dtype": "bfloat16"}
-  for form in FORMS.get(settings["model"]["mixer"]["name"], ("",)):
+  has_torch = settings["model"]["boundaries"]["name"] in ("none", "fixed", "whitespace")
+  for form in FORMS.get(settings["model"]["mixer"]["name"], ("",)) * has_torch:
     for name, way in torch_ways().items():
       told[f"{name}, {form}".strip(", ")] = "torch", way | {"extraction": form}
   started, found = {}, {}
@@ -246,6 +248,18 @@ def hourglass(quick: bool) -> Iterator[harness.Case]:
   yield from case("segments of 4, 2 x 512", settings_of(POOLING, 2, quick, **pooled(4, quick)))
 
 
+def pooling(quick: bool) -> Iterator[harness.Case]:
+  size = dict(max_length=24 if quick else 2048)
+  # Five of 27 random characters are spaces: a segment has 5.4, about as in text8.
+  words = dict(name="whitespace", space_ids=tuple(range(5)))
+  kinds = {"fixed 4": pooled(4, quick)["boundaries"], "whitespace": words}
+  kinds["Gumbel"] = dict(name="gumbel", prior=0.2, space_ids=tuple(range(5)))
+  yield from case("no pooling, 2 x 2,048", settings_of(POOLING, 2, quick, **size))
+  for name, boundaries in kinds.items():
+    changes = pooled(4, quick) | size | dict(boundaries=boundaries)
+    yield from case(f"{name}, 2 x 2,048", settings_of(POOLING, 2, quick, **changes))
+
+
 def lengths(quick: bool) -> Iterator[harness.Case]:
   for length in (16, 32) if quick else (512, 1024, 2048, 4096, 8192):
     models = {
@@ -270,5 +284,5 @@ if __name__ == "__main__":
   if sys.argv[1:2] == ["--serve"]:
     serve_jax(json.loads(sys.argv[2]))
   else:
-    PARTS = (paper, dispatcher, extractors, hourglass, lengths, factors)
+    PARTS = (paper, dispatcher, extractors, hourglass, pooling, lengths, factors)
     harness.main(__doc__, {part.__name__: part for part in PARTS}, name="step", max_seconds=240.0)

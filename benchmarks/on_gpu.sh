@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# What a GPU can measure in minutes, the most wanted first: operators and training steps beside the
+# CPU, rows of the papers' tables at their own size, training steps beside PyTorch's, generation.
+#
+#   benchmarks/on_gpu.sh prepare TEXTS FOLDER [SCALE]              on any machine
+#   benchmarks/on_gpu.sh run FOLDER OUT MINUTES [SCALE] [PARTS]    on the machine with the GPU
+#
+# TEXTS is the --data of python -m reproduce. FOLDER receives tokens, and wheels of packages that an
+# installation of JAX and Flax may lack, so that `run` needs no network. OUT receives a JSON file for
+# each report, and log.txt. Rows that OUT or results/reproduce has are not trained again, so a second
+# call continues. PARTS are some of checks,tables,steps,generation. SCALE is paper, or tiny to try
+# everything on a CPU. Status 1: a part has failed, or rows did not fit.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+tables=dispatcher-table1,extractors-fig11
+ptb=ptb/dispatcher,ptb/msa
+rows=$ptb,wikitext2/dispatcher,wikitext2/msa,she_2,he_2,attention_32_2,we_2,attention_1_2,me_2
+# In memory, if possible: checkpoints are written after each of 60 epochs.
+work=$(mktemp -d -p "$([ -w /dev/shm ] && echo /dev/shm || echo "${TMPDIR:-/tmp}")")
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH=$work/site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+prepare() {
+  local texts=$1 folder=$2
+  python3 -m reproduce "$tables" --rows="$rows" --data="$texts" --scale="${3:-paper}" \
+    --runs="$work/runs" --tokenize="$folder/tokens" &&
+    python3 -m pip download -q --no-deps -d "$folder/wheels" ml_collections tensorboardX &&
+    du -sh "$folder"
+}
+
+# Runs a command of a part for at most the seconds that are left.
+part() {
+  local name=$1 begin=$SECONDS
+  shift
+  [[ ,$parts, == *,$name,* ]] && ((end - begin > 15)) || return 0
+  echo "== $name: $((end - begin)) s left"
+  timeout "$((end - begin))" "$@" || failed+=" $name"
+  echo "== $name: took $((SECONDS - begin)) s"
+}
+
+run() {
+  local folder=$1 out=$2 scale=${4:-paper} parts=${5:-checks,tables,steps,generation}
+  local end=$((SECONDS + $3 * 60)) failed="" quick=() known
+  [ "$scale" = tiny ] && quick=(--quick)
+  if compgen -G "$folder/wheels/*.whl" >/dev/null; then
+    python3 -m pip install -q --no-index --no-deps --target "$work/site" "$folder"/wheels/*.whl
+  fi
+  for table in ${tables//,/ }; do
+    cp -n "$root/results/reproduce/${table}_$scale.json" "$out" 2>/dev/null
+  done
+  nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null
+  known=(python3 -m reproduce "$tables" --scale="$scale" --data="$folder/tokens" --out="$out"
+    --runs="$work/runs" --minutes)
+  minutes() { awk "BEGIN { print ($end - $SECONDS - 5) / 60 }"; }
+  part checks python3 "$root/benchmarks/checks.py" --scale="$scale" --out="$out/checks.json"
+  part tables "${known[@]}" "$(minutes)" --rows="$rows"
+  part tables "${known[@]}" "$(minutes)" --rows="$ptb" --seeds=1,2
+  part steps python3 "$root/benchmarks/step.py" "${quick[@]}" --rounds=3 --parts=pooling \
+    --out="$out/step"
+  part generation python3 "$root/benchmarks/generation.py" "${quick[@]}" --rounds=3 \
+    --parts=models,pooling --out="$out/generation"
+  rm -f "$out"/*.md "$out"/*.png
+  [ -z "$failed" ] || echo "without a result, or with rows left out:$failed"
+  [ -z "$failed" ]
+}
+
+case "${1:-}:$#" in
+  prepare:[34]) prepare "${@:2}" ;;
+  run:[456])
+    mkdir -p "$3"
+    run "${@:2}" 2>&1 | tee -a "$3/log.txt"
+    ;;
+  *)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+    exit 2
+    ;;
+esac
