@@ -205,8 +205,8 @@ def default() -> ConfigDict:
   # without data.documents = isolated.
   data.clean = False
   data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
-  # A text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, or of
-  # documents; wins over data.name.
+  # A text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, of
+  # documents, or of tokens that were made elsewhere; wins over data.name.
   data.path = ""
   # "joined": one stream of all; "isolated": no document sees another, in training or evaluation.
   data.documents = "joined"

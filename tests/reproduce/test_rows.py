@@ -1,5 +1,6 @@
 """Rows within a time: measured, compiled ahead, left out with their seconds, and kept."""
 
+import functools
 import itertools
 import math
 import time
@@ -12,7 +13,6 @@ from dpjax.commands import doctor
 from reproduce import rows
 from tests import helpers
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
 PLAN = SimpleNamespace(num_steps=500, num_evaluations=5, evaluation_updates=7.0)
 # 31 updates of 2 s after one of 60 s; then 468 updates, and 5 evaluations of 7 updates and a save.
 REST = 468 * 2.0 + 5 * (14.0 + rows.SAVE_SECONDS)
@@ -43,21 +43,34 @@ def test_a_resumed_run_needs_the_rest_alone(monkeypatch):
   assert clock.facts["expected_seconds"] == pytest.approx(62 + rest + rows.LAST_SECONDS)
 
 
-def test_the_update_compiled_ahead_is_the_one_that_trains(tmp_path):
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=3)
-  cache = tmp_path / "compiled"
+@pytest.fixture
+def standard_everywhere():
+  """Standard promotion of types in all threads."""
+  before = jax.config.values["jax_numpy_dtype_promotion"]
+  jax.config.update("jax_numpy_dtype_promotion", "standard")
+  yield
+  jax.config.update("jax_numpy_dtype_promotion", before)
+
+
+@pytest.mark.usefixtures("standard_everywhere")
+def test_the_next_update_is_compiled_while_a_run_trains(tmp_path, monkeypatch):
+  monkeypatch.setattr(rows, "MEASURED", 2)
+  text, cache = helpers.write_text(tmp_path / "text.txt"), tmp_path / "compiled"
+  config = helpers.small_config(text, num_steps=5)
+  other = helpers.small_config(text, num_steps=3, batch_size=2 * config.train.batch_size)
   cache.mkdir()
 
-  def steps():
-    return {path.name for path in cache.glob("jit_run-*")}
+  def compiled():
+    return {path.name for path in cache.glob("jit_run-*")}  # updates, not evaluations
 
   with doctor._cache_in(str(cache)):
-    rows.Plan.make(config, tmp_path / "run").compile()
-    jax.clear_caches()
-    compiled = steps()
-    found = rows.train(config, tmp_path / "run", math.inf, (rows.AUTHORS,))
-  assert len(compiled) == 1 and steps() == compiled
-  assert found["step"] == 3 and len(found["curve"]["loss"]) == 3
+    end = time.perf_counter() + 1e6
+    plan = functools.partial(rows.Plan.make, other, tmp_path / "other")
+    found = rows.train(config, tmp_path / "run", end, (rows.AUTHORS,), plan)
+    assert len(before := compiled()) == 2
+    assert rows.train(other, tmp_path / "other", end)["step"] == 3 and compiled() == before
+  assert found["step"] == 5 and len(found["curve"]["loss"]) == 5
+  assert found["expected_seconds"] > found["update_seconds"] > 0
   # The whole split but the first tokens of rows, and what no row has.
   perplexity, authors = (found["scores"][name] for name in ("perplexity", rows.AUTHORS))
   assert perplexity != authors and authors == pytest.approx(perplexity, rel=0.1)
