@@ -7,7 +7,7 @@ update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_model
 papers' dropout. Each program is a process of its own with the same parameters, batch, threads or
 GPU; ratios are to dpjax in float32. "products" is `train.products=bfloat16`, "bfloat16" of
 dpjax `model.dtype`. PyTorch runs eagerly, compiled, and with bfloat16 by autocast. A GPU multiplies
-float32 of both as TF32. dpjax is timed alone without PyTorch, and with Gumbel's boundaries. The parts:
+float32 of both as TF32. Without PyTorch, and with Gumbel's boundaries, dpjax is timed alone. Parts:
 
   paper        the Dispatcher at its paper's batch, 20 x 512
   dispatcher   the Dispatcher and masked self-attention, 4 x 512
