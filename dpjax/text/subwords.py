@@ -71,10 +71,11 @@ class SentencePiece(Tokenizer):
 
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
-    """Learns `vocab_size` pieces, including bytes, three marks and the line end."""
+    """Learns `vocab_size` pieces, including bytes, three marks, the space and the line end."""
     lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
-    lossless = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
+    lossless: Any = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
     lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
+    lossless["required_chars"] = SPACE_MARK  # Its bytes do not decode as a space.
     settings = dict(model_type=kind.removeprefix("sentencepiece_"), user_defined_symbols=["\n"])
     return cls(kind, learn_pieces(lines, "data.tokenizer_size", vocab_size, **settings, **lossless))
 

@@ -30,6 +30,18 @@ def test_texts_of_sentencepiece(kind):
   assert len(ids) < len(text) and tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
+@pytest.mark.parametrize(
+  "line", ["今天天气很好。我们去公园玩。\n", "ACGTTGCAACCGGTTAGGCATTACCAGATACAGGGTT\n"]
+)
+@pytest.mark.parametrize("spaces", [0, 1])  # SentencePiece by itself takes no rare characters.
+def test_sentencepiece_of_a_text_without_spaces_is_lossless(kind, line, spaces):
+  lines = [*[line] * 300, *["a b\n"] * spaces]
+  tokenizer = train_tokenizer(kind, lines, vocab_size=273)
+  text = "今天 很好\n  AC\u2581GT \n"
+  assert tokenizer.lossless and tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def train_sentencepiece(path, lines=LINES, **settings):
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
