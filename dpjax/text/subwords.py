@@ -29,6 +29,9 @@ _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
 _LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
+# Parts of a line, cut where words end, or within words of more than 4,096 characters: the time to
+# learn from a word grows with the square of its length.
+_LONG = re.compile(r".{1,4096}(?<=\S)(?=[ \n])|.{1,4096}", re.S)
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
@@ -209,7 +212,8 @@ class BytePairs(Tokenizer):
     marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **marks)
-    raw.train_from_iterator((line for chunk in chunks for line in _LINE.split(chunk)), trainer)
+    lines = (line for chunk in chunks for line in _LINE.split(chunk))
+    raw.train_from_iterator((part for line in lines for part in _LONG.findall(line)), trainer)
     return cls(raw)
 
   def _encode(self, text: str) -> np.ndarray:
