@@ -92,6 +92,10 @@ def test_a_source_that_is_too_short():
 def test_weights():
   assert parse("a/b.txt=3, hf:x/y@v=1=1") == {"a/b.txt": 0.75, "hf:x/y@v=1": 0.25}
   assert parse("one=2") == {"one": 1} and parse("") == {}
+  for weight in ("1e308", "1e-300", "5e-324"):
+    assert parse(f"a={weight},b={weight}") == {"a": 0.5, "b": 0.5}
+  shares = [*parse("a=2,b=1e9,c=2").values()]
+  assert (np.diff(make(shares)._edges) >= 4).all()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,12 @@ def test_weights():
 )
 def test_weights_of_another_form(mixture):
   with pytest.raises(UserError, match="^data.mixture: expected SOURCE=WEIGHT,SOU.* got "):
+    parse(mixture)
+
+
+@pytest.mark.parametrize("mixture", ["a=1e-300,b=1", "a=1,b=1e10", "a=1e308,b=1e-300"])
+def test_a_source_without_rows_is_refused(mixture):
+  with pytest.raises(UserError, match="^data.mixture: expected weights of at least 1e-9 of"):
     parse(mixture)
 
 
