@@ -154,6 +154,25 @@ def test_documents_of_sources(tmp_path):
 
 
 @pytest.mark.usefixtures("sources")
+def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
+  (tmp_path / "three.jsonl").write_text('{"body": "six"}\n' * 20)
+  (tmp_path / "four.txt").write_text("one\n--\ntwo\n--\n" * 50)
+  given = dict(data_dir=tmp_path / "data", text_field="body")
+  corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **given)
+  assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
+  # Both settings, and each source has a use for one.
+  corpus = load_corpus(
+    mixture="four.txt=1,three.jsonl=1", separator="--", documents="isolated", **given
+  )
+  four, three = ([*map("".join, x.documents())] for x in corpus.splits["train"].texts)
+  assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}
+  for sources, setting in (("one.txt=1,four.txt=1", given), ("two.jsonl=1", {"separator": "--"})):
+    name = [*setting][-1]
+    with pytest.raises(UserError, match=f"^data.{name}: expected .* unless data.path is of"):
+      load_corpus(mixture=sources, **setting)
+
+
+@pytest.mark.usefixtures("sources")
 def test_a_source_that_cannot_be_opened():
   with pytest.raises(UserError, match="^data.mixture: .* nothing.txt .data.path: .*nothing"):
     load_corpus(mixture="nothing.txt=1,one.txt=2")
