@@ -133,7 +133,7 @@ def test_what_reads_few_tokens():
   assert convolution.additions == 7 * 4 * 30 + 6 * 6
   with pytest.raises(ValueError, match="^reach: expected None with the mixer we, got 3"):
     count_operations("we", reach=3, **sizes)
-  with pytest.raises(ValueError, match="^reach: expected an integer of at least 1, got 0"):
+  with pytest.raises(ValueError, match="^reach: expected an integer of at least 1 below .*, got 0"):
     count_operations("local_attention", reach=0, **sizes)
 
 
@@ -174,9 +174,10 @@ def test_the_parameters_are_those_of_the_layer(mixer):
   "settings, message",
   [
     (dict(mixer="rnn"), "mixer: expected one of attention, .*, me, .*, got rnn"),
-    (dict(length=0), "length: expected an integer of at least 1, got 0"),
-    (dict(width=2.0), "width: expected an integer of at least 1, got 2.0"),
-    (dict(num_heads=-1), "num_heads: expected an integer of at least 1, got -1"),
+    (dict(length=0), "length: expected an integer of at least 1 below 2\\*\\*31, got 0"),
+    (dict(length=2**31), "length: expected an integer of at least 1 below 2.*, got 2147483648"),
+    (dict(width=2.0), "width: expected an integer of at least 1 below 2.*, got 2.0"),
+    (dict(num_heads=-1), "num_heads: expected an integer of at least 1 below 2.*, got -1"),
     (dict(num_heads=5), "num_heads: expected a divisor of the width 12, got 5"),
     (dict(mixer="he", num_heads=2), "num_heads: expected 1 with the mixer he, got 2"),
     (dict(adjustment=False), "adjustment: expected True with the mixer attention, got F"),
@@ -190,6 +191,18 @@ def test_wrong_input(settings, message):
   for position in (0, 8, 1.0):
     with pytest.raises(ValueError, match="position: expected an integer from 1 to the l"):
       count_operations("me", position=position, length=7, width=12)
+
+
+def test_the_largest_sizes_take_no_time():
+  most = 2**31 - 1
+  sizes = dict(length=most, width=most, num_heads=1)
+  counts = complexity.count_pattern(["we", "attention"], most, **sizes)
+  one, other = (count_operations(mixer, **sizes) for mixer in ("we", "attention"))
+  assert counts.additions == one.additions * 2**30 + other.additions * (2**30 - 1)
+  complexity.main([f"--length={most}", "--pattern=we", f"--num_layers={most}"])
+  for name in ("length", "width", "num_layers"):
+    with pytest.raises(SystemExit, match=f"^--{name}: expected .* below 2.*31, got 9999"):
+      complexity.main([f"--{name}={10**20 - 1}", "--pattern=we", "--num_heads=1"])
 
 
 def test_the_command_prints_tables(capsys):

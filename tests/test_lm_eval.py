@@ -1,7 +1,10 @@
 """The adapter for lm-evaluation-harness in examples/lm_eval; lm-eval is no dependency."""
 
+import importlib
+import importlib.util
 import json
 import sys
+import types
 
 import jax
 import numpy as np
@@ -9,9 +12,8 @@ import pytest
 
 from tests import helpers
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is no dependency")
+HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("default")]
-sys.path.insert(0, str(helpers.ROOT / "examples/lm_eval"))
 
 TASK = """\
 task: {name}
@@ -29,17 +31,66 @@ metric_list:
 """
 
 
-@pytest.fixture(scope="module")
-def model(finished):
-  import dpjax_lm
+def rolling_windows(token_list, prefix_token, max_seq_len, context_len):
+  """As the harness's: inputs and targets; all but the first have as many inputs as fit."""
+  assert context_len == 1
+  ids = [prefix_token, *token_list]
+  for begin in range(0, len(token_list), max_seq_len):
+    end = min(begin + max_seq_len, len(token_list))
+    yield ids[max(0, end - max_seq_len) : end], ids[begin + 1 : end + 1]
 
+
+def disjoint(pair):
+  return pair[0][: len(pair[0]) - len(pair[1]) + 1], pair[1]
+
+
+def harness():
+  """What the example takes of lm-eval, where that is not installed."""
+  parts = {
+    "lm_eval": dict(evaluator=None, tasks=None),
+    "lm_eval.api": {},
+    "lm_eval.api.instance": dict(Instance=object),
+    "lm_eval.api.model": dict(LM=object),
+    "lm_eval.utils": dict(get_rolling_token_windows=rolling_windows, make_disjoint_window=disjoint),
+  }
+  modules = {name: types.ModuleType(name) for name in parts}
+  for name, module in modules.items():
+    vars(module).update(parts[name])
+  return modules
+
+
+@pytest.fixture(scope="module")
+def dpjax_lm():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(helpers.ROOT / "examples/lm_eval")
+    for name, module in ({} if HAS_HARNESS else harness()).items():
+      patch.setitem(sys.modules, name, module)
+    yield importlib.import_module("dpjax_lm")
+    del sys.modules["dpjax_lm"]
+
+
+@pytest.fixture(scope="module")
+def model(dpjax_lm, finished):
   return dpjax_lm.DpjaxLM(str(finished[0]), batch_size=3)
 
 
 def requests(*pairs):
-  from lm_eval.api.instance import Instance
+  return [types.SimpleNamespace(args=pair) for pair in pairs]
 
-  return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+@pytest.mark.parametrize("times, more", [(1, -1), (1, 0), (1, 1), (3, 5)])
+def test_each_token_of_a_text_is_scored_after_the_one_before_it(model, times, more):
+  run, window = model.run, model.run.window
+  text = ("the cat sat on a mat " * window)[: times * window + more]
+  ids = np.array([run.tokenizer.start_id, *run.tokenizer.encode(text)], np.int32)
+  nats = 0.0
+  for begin in range(1, len(ids), window):
+    end = min(begin + window, len(ids))
+    before = ids[max(0, end - 1 - window) : end - 1]
+    logits = run.model.apply({"params": run.params}, before[None]).logits[0]
+    logs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32)))[begin - end :]
+    nats += logs[np.arange(end - begin), ids[begin:end]].sum()
+  assert model.loglikelihood_rolling(requests((text,))) == [pytest.approx(nats, rel=1e-5)]
 
 
 def test_log_likelihoods_are_those_of_the_model(model):
@@ -74,9 +125,8 @@ def test_texts_end_before_a_stop(model):
   assert text == whole[: whole.index(stop)]
 
 
-def test_tasks_of_a_local_file_are_evaluated(finished, tmp_path, capsys):
-  import dpjax_lm
-
+@pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is no dependency")
+def test_tasks_of_a_local_file_are_evaluated(dpjax_lm, finished, tmp_path, capsys):
   file = tmp_path / "pairs.jsonl"
   # An odd number: the wrong order of two sentences gives another share.
   rows = [("the cat", " sat", " dog"), ("a", " mat", " on"), ("in its", " hat", " no")]

@@ -158,6 +158,20 @@ def test_tokens_that_are_gone_are_made_again(text, tmp_path):
     assert take(dpjax.load(tmp_path / "run", model=run.model))
 
 
+def test_training_says_what_its_tokens_lose(tmp_path, capsys):
+  path = tmp_path / "text.txt"
+  path.write_text("the cat sat on a mat\n" * 99 + "zoo\n")
+  config = helpers.small_config(path, num_steps=1)
+  config.data.data_dir = str(tmp_path)
+  for kind, shown in (
+    ("characters", "does not know: 0 in valid, 1 in test"),
+    ("wordpiece", "tokens of wordpiece do not hold the whole text"),
+  ):
+    config.data.update(tokenizer=kind, tokenizer_size=50)
+    dpjax.train(config, tmp_path / kind, model=helpers.bigrams)
+    assert capsys.readouterr().out.count(shown) == 1
+
+
 def test_a_folder_for_scores_is_tried_before_they_are_made(finished, tmp_path, monkeypatch):
   _, run, _ = finished
   monkeypatch.setattr(run_lib.Run, "_score_split", None)

@@ -86,6 +86,19 @@ def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
   assert sorted(workdir.rglob("*")) == before
 
 
+def test_unknown_tokens_are_counted(workdir, tmp_path, capsys):
+  shown = "tokens for what the vocabulary does not know: "
+  path = tmp_path / "text.txt"
+  path.write_text("the cat\n" * 200 + "zoo\n")
+  words = ["--config=quickstart", f"--config.data.path={path}", "--tokenize_only"]
+  words += [f"--config.data.data_dir={tmp_path}", "--config.data.tokenizer=characters"]
+  assert call("train", *words, f"--workdir={tmp_path / 'run'}") is None
+  assert f"{shown}0 in train, 0 in valid, 3 in test\n" in capsys.readouterr().out
+  path.write_text("\u2603 the \u2603\n")
+  assert call("evaluate", f"--workdir={workdir}", f"--text={path}") is None
+  assert f"{shown}2 in {path}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 from dpjax import config as config_lib
+from dpjax import files
 from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
 from dpjax.data.sources import File, text8
@@ -139,10 +140,26 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   with pytest.raises(UserError, match=message):
     tokens_lib.open_tokens(config, folder)
   run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
-  with pytest.raises(UserError, match=message):
-    run.score_split("train")
+  # `calibrate` and `segmentation` read by the second.
+  for read in (run.score_split, run.tokens, lambda split: run.data.splits[split]):
+    with pytest.raises(UserError, match=message):
+      read("train")
   shutil.rmtree(data.folder)
   tokens_lib.open_tokens(config, folder).check()
+
+
+def test_tokens_are_read_whole_once(config, tmp_path, monkeypatch):
+  folder = tmp_path / "run" / "data"
+  tokens_lib.open_tokens(config, folder)
+  read, real = [], files.checksum
+  monkeypatch.setattr(files, "checksum", lambda path: read.append(path.name) or real(path))
+  begun = tokens_lib.open_tokens(config, folder)
+  opened = tokens_module.open_tokens(folder)
+  for data in (begun, opened):
+    for split in (*data.splits, *data.splits):
+      assert len(data.splits[split])
+    assert sorted(read) == ["test.bin", "train.bin", "valid.bin"]
+    read.clear()
 
 
 def test_another_vocabulary_has_its_own(config, tmp_path):

@@ -100,8 +100,7 @@ parameters=128)
   if mixer not in MIXERS:
     raise UserError(f"mixer: expected one of {', '.join(MIXERS)}, got {mixer}")
   for name, value in {"length": length, "width": width, "num_heads": num_heads}.items():
-    if type(value) is not int or value < 1:
-      raise UserError(f"{name}: expected an integer of at least 1, got {value}")
+    _check_size(name, value)
   if width % num_heads:
     raise UserError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
   if mixer in ONE_HEAD and num_heads != 1:
@@ -111,13 +110,14 @@ parameters=128)
       raise UserError(f"{name}: expected True with the mixer {mixer}, got {value}")
   if reach is None:
     reach = REACHES.get(mixer, length)
-  elif mixer not in REACHES or type(reach) is not int or reach < 1:
-    expected = "an integer of at least 1" if mixer in REACHES else f"None with the mixer {mixer}"
-    raise UserError(f"reach: expected {expected}, got {reach}")
+  elif mixer not in REACHES:
+    raise UserError(f"reach: expected None with the mixer {mixer}, got {reach}")
+  _check_size("reach", reach)
   num_levels = max(1, (length - 1).bit_length())  # as in the layer
   # New tokens; pairs of one and a token it reads; pairs of one and a level at which it reads.
   if position is None:
-    tokens, reads = length, sum(min(t, reach) for t in range(1, length + 1))
+    first = min(length, reach)  # tokens, whose t-th reads t
+    tokens, reads = length, first * (first + 1) // 2 + (length - first) * reach
     level_reads = sum(max(length - 2**level, 0) for level in range(num_levels))
   elif type(position) is int and 1 <= position <= length:
     tokens, reads, level_reads = 1, min(position, reach), (position - 1).bit_length()
@@ -156,16 +156,24 @@ parameters=128)
   return counts
 
 
+def _check_size(name: str, value: object) -> None:
+  if type(value) is not int or not 1 <= value < 2**31:
+    raise UserError(f"{name}: expected an integer of at least 1 below 2**31, got {value}")
+
+
 def _linear(times: int, width: int) -> Counts:
   return Counts(times * width**2, times * width * (width - 1), parameters=width**2)
 
 
 def count_pattern(mixers: Sequence[str], num_layers: int, *, num_heads: int, **sizes) -> Counts:
   """Counts the mixers of a stack of layers, in which they take turns; see `count_operations`."""
-  layers = [mixers[i % len(mixers)] for i in range(num_layers)]
-  heads = [1 if mixer in ONE_HEAD else num_heads for mixer in layers]
-  pairs = zip(layers, heads, strict=True)
-  return sum((count_operations(x, num_heads=n, **sizes) for x, n in pairs), Counts())
+  _check_size("num_layers", num_layers)
+  counts = Counts()
+  for i, mixer in enumerate(mixers):
+    one = count_operations(mixer, num_heads=1 if mixer in ONE_HEAD else num_heads, **sizes)
+    turns = len(range(i, num_layers, len(mixers)))
+    counts += Counts(*(turns * count for count in dataclasses.astuple(one)))
+  return counts
 
 
 def table(
@@ -212,8 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.pattern is not None:
       mixers = given.pattern.split(",")
       layers = len(mixers) if given.num_layers is None else given.num_layers
-      if layers < 1:
-        raise UserError(f"num_layers: expected at least 1, got {layers}")
       name = f"{', '.join(mixers)} in {layers} layers"
       rows[name] = count_pattern(mixers, layers, position=given.inference, **sizes)
     elif given.num_layers is not None:

@@ -103,6 +103,8 @@ def _score_texts(run, texts: Mapping[str, str], given) -> None:
     if is_first:
       print(f"{path}, by {given.torch_checkpoint or f'step {run.step}'}:")
       print(run_lib.table(scores))
+      if unknown := run.tokenizer.describe_unknown({path: run.tokenizer.encode(text)}):
+        print(unknown)
   if given.out and is_first:
     content = {"step": run.step, **size, "texts": found}
     files.write_json(Path(given.out, f"scores_of_texts_{run.step}.json"), content)

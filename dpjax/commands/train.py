@@ -39,8 +39,11 @@ def _train(given) -> None:
       raise UserError(f"--config: {expected}, got none, and {folder}")
     config = workdir_lib.read_config(Path(folder))
   if given.tokenize_only:
-    for split, counts in run_lib.tokenize(config, folder).counts.items():
+    data = run_lib.tokenize(config, folder)
+    for split, counts in data.counts.items():
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
+    if unknown := data.tokenizer.describe_unknown(data.splits):
+      print(unknown)
     return
   try:
     run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)

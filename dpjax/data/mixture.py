@@ -18,7 +18,7 @@ def parse(mixture: str) -> dict[str, float]:
     "my.txt=3, wikitext103=1"  ->  {"my.txt": 0.75, "wikitext103": 0.25}
 
   Raises:
-    UserError: it has another form, or names a source twice.
+    UserError: it has another form, names a source twice, or a share is below 1e-9.
   """
   weights: dict[str, float] = {}
   for part in filter(None, map(str.strip, mixture.split(","))):
@@ -31,7 +31,13 @@ def parse(mixture: str) -> dict[str, float]:
       expected = "expected SOURCE=WEIGHT,SOURCE=WEIGHT, with each path or name once, and numbers"
       raise UserError(f"data.mixture: {expected} above 0, got {mixture}")
     weights[source] = weight
-  return {source: weight / sum(weights.values()) for source, weight in weights.items()}
+  # A power of two keeps their digits, and the sum finite.
+  _, exponent = math.frexp(max(weights.values(), default=1.0))
+  weights = {source: math.ldexp(weight, -exponent) for source, weight in weights.items()}
+  shares = {source: weight / sum(weights.values()) for source, weight in weights.items()}
+  if min(shares.values(), default=1.0) < 1e-9:  # several fractions of 2**-_BITS
+    raise UserError(f"data.mixture: expected weights of at least 1e-9 of their sum, got {mixture}")
+  return shares
 
 
 class MixedWindows(RandomWindows):
@@ -70,7 +76,7 @@ class MixedWindows(RandomWindows):
       window: T.
       seed: see `RandomWindows`.
       sizes: the number of tokens of each source, with the sum N.
-      shares: those of the sources, above 0, with the sum 1.
+      shares: those of the sources, at least 1e-9, with the sum 1.
       **options: see `RandomWindows`.
 
     Raises:

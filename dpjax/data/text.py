@@ -7,10 +7,11 @@ import bisect
 import functools
 import glob
 import hashlib
+import inspect
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ from dpjax.data.sources import reading
 from dpjax.errors import UserError
 
 CLEANING = 1  # Raise it when the same text is cleaned differently.
+
+
+class _Unused(UserError):
+  """A setting that one source has no use for, though others of a mixture may."""
+
+  def __init__(self, setting: str, message: str):
+    super().__init__(f"data.{setting}: {message}")
+    self.setting = setting
 
 
 def load_corpus(
@@ -75,7 +84,8 @@ def load_corpus(
     text_field: the field of the text in .jsonl, or its column in .parquet.
     separator: the line between two documents in .txt.
     mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
-      `dpjax.data.corpus.Mixed`, and the other arguments are those of each source.
+      `dpjax.data.corpus.Mixed`, and the other arguments are those of each source: language, field
+      and separator of those that have a use for them.
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
@@ -96,9 +106,8 @@ def load_corpus(
   else:
     entry = catalog.find(name, language)
     if language and not entry.languages and not clean:
-      raise UserError(
-        f"data.language: expected '' for {name}, unless data.clean is True, got {language!r}"
-      )
+      expected = f"expected '' for {name}, unless data.clean is True"
+      raise _Unused("language", f"{expected}, got {language!r}")
     # Without a head, `open_named` takes all.
     is_head = all(0 < x <= most for x, most in zip(max_characters, entry.head, strict=False))
     corpus = catalog.open_named(name, language, data_dir, manual_dir, is_head=is_head)
@@ -112,12 +121,10 @@ def load_corpus(
   has_own = any(isinstance(text, Documents) for text in corpus.splits.values())
   if text_field != "text" and not any(isinstance(x, JsonLines) for x in corpus.splits.values()):
     expected = "expected 'text' unless data.path is of .jsonl or .parquet"
-    raise UserError(f"data.text_field: {expected}, got {text_field!r}")
+    raise _Unused("text_field", f"{expected}, got {text_field!r}")
   if separator and (not path or has_own):
-    raise UserError(
-      "data.separator: expected '' unless data.path is of .txt files with several documents, got "
-      f"{separator!r}"
-    )
+    expected = "expected '' unless data.path is of .txt files with several documents"
+    raise _Unused("separator", f"{expected}, got {separator!r}")
   if has_own and documents == "isolated" and any(max_characters):
     raise UserError(
       "data.max_characters: expected (0, 0, 0) with documents that are files or lines, got "
@@ -130,17 +137,31 @@ def load_corpus(
 
 def _mixed(mixture: str, **settings: Any) -> Corpus:
   """The corpus of the sources of a mixture."""
-  corpora = []
+  corpora, refused = [], []
   for source in parse(mixture):
     place = {"name": source} if catalog.is_name(source) else {"path": os.path.expanduser(source)}
+    refused.append({})
     try:
-      corpora.append(load_corpus(**place, **settings))
+      corpora.append(_open_source({**place, **settings}, refused[-1]))
     except UserError as error:
       expected = "expected sources that can be opened"
       raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
+  for setting in refused[0]:
+    if all(setting in each for each in refused):
+      raise refused[0][setting]
   splits = {split: Mixed([corpus.splits[split] for corpus in corpora]) for split in SPLITS}
   about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
   return Corpus("+".join(corpus.name for corpus in corpora), splits, about)
+
+
+def _open_source(settings: Mapping[str, Any], refused: dict[str, UserError]) -> Corpus:
+  """The corpus of one source, without the settings that it has no use for, which it notes."""
+  try:
+    return load_corpus(**settings)
+  except _Unused as error:
+    refused[error.setting] = error
+    default = inspect.signature(load_corpus).parameters[error.setting].default
+    return _open_source({**settings, error.setting: default}, refused)
 
 
 def _with_documents(corpus: Corpus, marks: str) -> Corpus:

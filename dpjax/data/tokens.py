@@ -36,10 +36,12 @@ _LEARNED = "unigram.model"  # of any kind of boundaries
 
 
 class _Arrays(collections.UserDict[str, Any]):
-  """The array of each split, in a file of its own, mapped at first use."""
+  """The array of each split, in a file of its own, mapped; the first use reads it all to check."""
 
-  def __init__(self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int]):
-    self._dtype = np.dtype(dtype)
+  def __init__(
+    self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int], sums: Mapping[str, str]
+  ):
+    self._dtype, self._unchecked = np.dtype(dtype), {**sums}
     item = self._dtype.itemsize
     self.data = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
 
@@ -51,6 +53,14 @@ class _Arrays(collections.UserDict[str, Any]):
         f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --tokenize_only` "
         "makes the tokens of a run again"
       )
+    expected = self._unchecked.get(path.name)
+    if expected and files.checksum(path) != expected:
+      raise UserError(
+        f"{path}: expected the tokens as they were made, got a file that was changed; put a "
+        f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
+        "settings makes again"
+      )
+    self._unchecked.pop(path.name, None)
     return np.memmap(path, self._dtype, "r")
 
   def are_there(self) -> bool:
@@ -59,7 +69,7 @@ class _Arrays(collections.UserDict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """A corpus as tokens; the arrays are mapped read-only at first use.
+  """A corpus as tokens; the arrays are checked and mapped read-only at first use.
 
   Attributes:
     name: the name of the corpus.
@@ -94,7 +104,7 @@ class Tokens:
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, all by default.
+    """Reads whole splits, all by default, that were not used before.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
@@ -102,14 +112,6 @@ class Tokens:
     for split in splits or self.splits:
       for arrays in filter(None, (self.splits, self.boundaries, self.documents)):
         arrays[split]  # noqa: B018  (raises what is wrong with the file)
-      for name in (x for x in self.checksums if x.startswith(f"{split}.")):
-        path = self.folder / name
-        if files.checksum(path) != self.checksums[name]:
-          raise UserError(
-            f"{path}: expected the tokens as they were made, got a file that was changed; put a "
-            f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
-            "settings makes again"
-          )
 
   def segment(self, text: str) -> np.ndarray:
     """The boundaries of another text's tokens, uint8 [number of tokens].
@@ -288,13 +290,20 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     files.write_json(partial / files.RECORD, content)
 
 
-def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
+def open_tokens(
+  folder: str | Path,
+  data_dir: str | Path = "",
+  boundaries: Any = None,
+  *,
+  is_checked: bool = False,
+) -> Tokens:
   """Opens a folder that `tokenize` or `write_reference` wrote.
 
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
     boundaries: None, or the kind that `tokenize` was given, for other texts.
+    is_checked: whether the files were checked just now, so that first use reads none whole.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.
@@ -314,13 +323,14 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
       moved = Path(data_dir, "tokens", given.name)
       tokens = moved if (moved / "train.bin").exists() and not given.exists() else given
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
-    splits = _Arrays(tokens, ".bin", dtype, sizes)
+    sums = {} if is_checked else checksums
+    splits = _Arrays(tokens, ".bin", dtype, sizes, sums)
     kind = arrays = documents = None
     if content["unigram"]:
-      kind, arrays = boundaries, _Arrays(tokens, ".boundaries.bin", np.uint8, sizes)
+      kind, arrays = boundaries, _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, sums)
     if all("documents" in counts[split] for split in SPLITS):
       sizes = {split: counts[split]["documents"] for split in SPLITS}
-      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes)
+      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes, sums)
   except OSError as error:
     raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -124,7 +124,6 @@ class Run:
     documents = documents or self.config.data.documents
     config_lib.check_choice("data.documents", documents)
     data = self._data_with(split, documents)
-    data.check(split)
     if folder is not None and jax.process_index() == 0:
       files.check_writable(Path(folder))  # before the work of hours
     size: Any = dict(window=window, stride=stride, progress=progress)
@@ -143,7 +142,11 @@ class Run:
     return scores
 
   def tokens(self, split: str = "test") -> np.ndarray:
-    """The tokens of a split of the run's corpus, [N]; recreates missing files."""
+    """The tokens of a split of the run's corpus, [N]; recreates missing files.
+
+    Raises:
+      ValueError: there is no such split, or its tokens have changed.
+    """
     return self._data_with(split, "joined").splits[split]
 
   def _data_with(self, split: str, documents: str) -> Tokens:

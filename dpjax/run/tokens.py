@@ -39,7 +39,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tok
     read_data(config, folder).check()
 
   on_first_process(make)
-  return read_data(config, folder)
+  return read_data(config, folder, is_checked=True)
 
 
 def find_tokens(config: ConfigDict, folder: Path) -> Tokens:
@@ -64,9 +64,9 @@ def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   return made
 
 
-def read_data(config: ConfigDict, folder: Path) -> Tokens:
-  """Opens the corpus in `folder`, whose tokens may be missing."""
-  return data_tokens.open_tokens(folder, config.data.data_dir, _text_boundaries(config))
+def read_data(config: ConfigDict, folder: Path, **options: bool) -> Tokens:
+  """Opens the corpus in `folder`, whose tokens may be missing; see `data.open_tokens`."""
+  return data_tokens.open_tokens(folder, config.data.data_dir, _text_boundaries(config), **options)
 
 
 def _text_boundaries(config: ConfigDict) -> Any:

@@ -235,12 +235,13 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
     f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
-  if not (config.data.tokenizer_file or config.train.initial_run):
-    return  # A vocabulary that was learned from this text knows all of it.
-  counts = {split: data.tokenizer.count_unknown(ids) for split, ids in data.splits.items()}
-  if any(counts.values()):
-    shown = ", ".join(f"{count:,} in {split}" for split, count in counts.items())
-    print(f"tokens for what the vocabulary does not know: {shown}")
+  kind, source = data.tokenizer.kind, config.data.tokenizer_file or config.train.initial_run
+  if not data.tokenizer.lossless:
+    print(f"tokens of {kind} do not hold the whole text: no bits per character or byte")
+  # Characters that were learned from the train split are all of it.
+  splits = [x for x in data.splits if x != "train" or source or kind != "characters"]
+  if unknown := data.tokenizer.describe_unknown({x: data.splits[x] for x in splits}):
+    print(unknown)
 
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:

@@ -29,6 +29,9 @@ _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
 _LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
+# Parts of a line, cut where words end, or within words of more than 4,096 characters: the time to
+# learn from a word grows with the square of its length.
+_LONG = re.compile(r".{1,4096}(?<=\S)(?=[ \n])|.{1,4096}", re.S)
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
@@ -71,10 +74,11 @@ class SentencePiece(Tokenizer):
 
   @classmethod
   def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
-    """Learns `vocab_size` pieces, including bytes, three marks and the line end."""
+    """Learns `vocab_size` pieces, including bytes, three marks, the space and the line end."""
     lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
-    lossless = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
+    lossless: Any = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
     lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
+    lossless["required_chars"] = SPACE_MARK  # Its bytes do not decode as a space.
     settings = dict(model_type=kind.removeprefix("sentencepiece_"), user_defined_symbols=["\n"])
     return cls(kind, learn_pieces(lines, "data.tokenizer_size", vocab_size, **settings, **lossless))
 
@@ -208,7 +212,8 @@ class BytePairs(Tokenizer):
     marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **marks)
-    raw.train_from_iterator((line for chunk in chunks for line in _LINE.split(chunk)), trainer)
+    lines = (line for chunk in chunks for line in _LINE.split(chunk))
+    raw.train_from_iterator((part for line in lines for part in _LONG.findall(line)), trainer)
     return cls(raw)
 
   def _encode(self, text: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 import abc
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -76,6 +76,12 @@ class Tokenizer(abc.ABC):
       return 0
     blocks = (ids[i : i + 2**24] for i in range(0, len(ids), 2**24))  # of a mapped file
     return sum(int(np.count_nonzero(block == self.unknown_id)) for block in blocks)
+
+  def describe_unknown(self, texts: Mapping[str, np.ndarray]) -> str:
+    """Says how many ids of each text stand for unknown parts of it; "" if none does."""
+    counts = {name: self.count_unknown(ids) for name, ids in texts.items()}
+    shown = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
+    return any(counts.values()) * f"tokens for what the vocabulary does not know: {shown}"
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:

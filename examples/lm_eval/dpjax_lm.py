@@ -9,13 +9,15 @@ In Python:
   lm_eval.simple_evaluate(model=DpjaxLM("runs/mine"), tasks=["my_task"])
 
 Scores are sums of log-likelihoods in nats. A start token precedes each context, if the window has
-room for it, as in all scores of dpjax. Longer contexts lose their first tokens.
+room for it, as in all scores of dpjax. Longer contexts lose their first tokens. The windows
+of a whole text are the harness's: later ones begin with the token before them, the last with as
+many as fit.
 """
 
 import argparse
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ import numpy as np
 from lm_eval import evaluator, tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import dpjax
 
@@ -44,15 +47,17 @@ class DpjaxLM(LM):
           f"continuation: expected 1 to {self.run.window} tokens, got {len(continuation)} in "
           f"{request.args[1]!r}"
         )
-    return self._score(pairs)
+    start = [self.run.tokenizer.start_id]
+    return self._score([(np.append(start, context), end) for context, end in pairs])
 
   def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-    """The log-likelihood of each text, in windows without overlap."""
+    """The log-likelihood of each text, in the harness's windows, each token once."""
     sums = []
     for request in requests:
-      ids, window = self.run.tokenizer.encode(request.args[0]), self.run.window
-      pieces = [ids[i : i + window] for i in range(0, len(ids), window)]
-      sums.append(sum(nats for nats, _ in self._score([(ids[:0], piece) for piece in pieces])))
+      ids = self.run.tokenizer.encode(request.args[0]).tolist()
+      windows = get_rolling_token_windows(ids, self.run.tokenizer.start_id, self.run.window, 1)
+      scores = self._score([*map(make_disjoint_window, windows)])
+      sums.append(sum(nats for nats, _ in scores))
     return sums
 
   def generate_until(self, requests: Sequence[Instance]) -> list[str]:
@@ -85,10 +90,10 @@ class DpjaxLM(LM):
       ids = ids[1:]
     return tokenizer.decode(ids)
 
-  def _score(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> list[tuple[float, bool]]:
-    """Log-likelihoods of continuations, in batches of one size."""
-    window, start = self.run.window, [self.run.tokenizer.start_id]
-    ids = [np.concatenate([start, *pair]).astype(np.int32)[-window - 1 :] for pair in pairs]
+  def _score(self, pairs: Sequence[tuple[Sequence, Sequence]]) -> list[tuple[float, bool]]:
+    """Log-likelihoods of continuations of contexts, of a token or more, in batches of one size."""
+    window = self.run.window
+    ids = [np.concatenate(pair).astype(np.int32)[-window - 1 :] for pair in pairs]
     counts, found = [len(continuation) for _, continuation in pairs], []
     for first in range(0, len(ids), self.batch_size):
       rows = ids[first : first + self.batch_size]

@@ -92,6 +92,10 @@ def test_a_source_that_is_too_short():
 def test_weights():
   assert parse("a/b.txt=3, hf:x/y@v=1=1") == {"a/b.txt": 0.75, "hf:x/y@v=1": 0.25}
   assert parse("one=2") == {"one": 1} and parse("") == {}
+  for weight in ("1e308", "1e-300", "5e-324"):
+    assert parse(f"a={weight},b={weight}") == {"a": 0.5, "b": 0.5}
+  shares = [*parse("a=2,b=1e9,c=2").values()]
+  assert (np.diff(make(shares)._edges) >= 4).all()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,12 @@ def test_weights():
 )
 def test_weights_of_another_form(mixture):
   with pytest.raises(UserError, match="^data.mixture: expected SOURCE=WEIGHT,SOU.* got "):
+    parse(mixture)
+
+
+@pytest.mark.parametrize("mixture", ["a=1e-300,b=1", "a=1,b=1e10", "a=1e308,b=1e-300"])
+def test_a_source_without_rows_is_refused(mixture):
+  with pytest.raises(UserError, match="^data.mixture: expected weights of at least 1e-9 of"):
     parse(mixture)
 
 
@@ -141,6 +151,25 @@ def test_documents_of_sources(tmp_path):
   assert len(documents) == tokens.counts["train"]["documents"]
   with pytest.raises(UserError, match="^data.mixture: .*data.documents: expected joined for one"):
     load_corpus(mixture="two.jsonl=1,one.txt=2", **given)
+
+
+@pytest.mark.usefixtures("sources")
+def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
+  (tmp_path / "three.jsonl").write_text('{"body": "six"}\n' * 20)
+  (tmp_path / "four.txt").write_text("one\n--\ntwo\n--\n" * 50)
+  given = dict(data_dir=tmp_path / "data", text_field="body")
+  corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **given)
+  assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
+  # Both settings, and each source has a use for one.
+  corpus = load_corpus(
+    mixture="four.txt=1,three.jsonl=1", separator="--", documents="isolated", **given
+  )
+  four, three = ([*map("".join, x.documents())] for x in corpus.splits["train"].texts)
+  assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}
+  for sources, setting in (("one.txt=1,four.txt=1", given), ("two.jsonl=1", {"separator": "--"})):
+    name = [*setting][-1]
+    with pytest.raises(UserError, match=f"^data.{name}: expected .* unless data.path is of"):
+      load_corpus(mixture=sources, **setting)
 
 
 @pytest.mark.usefixtures("sources")

@@ -1,6 +1,8 @@
 import functools
 import io
 import json
+import re
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from dpjax.errors import UserError
+from dpjax.text import subwords
 from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
@@ -28,6 +31,18 @@ def test_texts_of_sentencepiece(kind):
   tokenizer = train_tokenizer(kind, [text], vocab_size=275)
   ids = tokenizer.encode(text)
   assert len(ids) < len(text) and tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
+@pytest.mark.parametrize(
+  "line", ["今天天气很好。我们去公园玩。\n", "ACGTTGCAACCGGTTAGGCATTACCAGATACAGGGTT\n"]
+)
+@pytest.mark.parametrize("spaces", [0, 1])  # SentencePiece by itself takes no rare characters.
+def test_sentencepiece_of_a_text_without_spaces_is_lossless(kind, line, spaces):
+  lines = [*[line] * 300, *["a b\n"] * spaces]
+  tokenizer = train_tokenizer(kind, lines, vocab_size=273)
+  text = "今天 很好\n  AC\u2581GT \n"
+  assert tokenizer.lossless and tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def train_sentencepiece(path, lines=LINES, **settings):
@@ -75,6 +90,19 @@ def test_gpt2s_files(tmp_path):
   for name in ("", "small-merges.txt", "vocabulary.txt", "tokenizer.json"):
     with pytest.raises(ValueError, match=f"^data.tokenizer_file: expected .*{tmp_path / name}"):
       train_tokenizer("bpe", [], file=str(tmp_path / name))
+
+
+def test_bpe_learns_from_words_of_any_length(monkeypatch):
+  text = "1,2\n\n\n  'tis 12 \u00e9\u00e9\n   x+=y\t the cat's   \n" * 50
+  expected = train_tokenizer("bpe", [text], vocab_size=300).to_json()
+  short = re.compile(subwords._LONG.pattern.replace("4096", "32"), re.S)
+  monkeypatch.setattr(subwords, "_LONG", short)
+  assert train_tokenizer("bpe", [text], vocab_size=300).to_json() == expected
+  monkeypatch.undo()
+  for word in ("ACGT" * 50_000, "a" * 200_000, " " * 200_000):
+    began = time.process_time()
+    tokenizer = train_tokenizer("bpe", [word], vocab_size=262)
+    assert time.process_time() - began < 5 and len(tokenizer.encode(word)) <= 12_500
 
 
 # The rule of Llama 3, which is that of GPT-4, short.
