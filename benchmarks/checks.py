@@ -1,12 +1,12 @@
-"""This machine's accelerator beside its CPU: operators, training steps, and a resumed run.
+"""Compares this machine's accelerator with its CPU: operators, training steps, a resumed run.
 
   python benchmarks/checks.py --out results/checks_h200.json
 
-An operator's result and its gradients by all floats, a training step's loss and its gradients: the
-norm of the difference over the norm on the CPU, for each array, and for all gradients of a step
-together. Each check has a tolerance. Float32 is multiplied with the precision "highest", not as
+Of an operator, its result and the gradients with respect to all floats; of a training step, the
+loss and all gradients together. A difference is the norm of the difference over the norm on the
+CPU, and each check has a tolerance. Float32 is multiplied with the precision "highest", not as
 TF32. A resumed run is compared with one that never stopped. Without an accelerator, the CPU is
-compared with itself. Status 1: something is further away than its tolerance.
+compared with itself. Status 1: a difference exceeds its tolerance.
 """
 
 import argparse
@@ -14,9 +14,11 @@ import concurrent.futures as futures
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -125,7 +127,7 @@ def step_check(name: str, products: str, devices: list) -> list:
   shape = config.train.batch_size, config.train.window or config.model.max_length
   text = np.random.default_rng(0).integers(0, 31, (shape[0], shape[1] + 1)).astype(np.int32)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": np.ones(shape, np.float32)}
-  # An update of plain descent tells the gradients.
+  # With SGD at learning rate 1, the update is minus the gradient.
   trainer = training.make_trainer(config, model, 10, optax.sgd(1.0))
   abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
   initial = step.jit_init(model, trainer.optimizer, 0, abstract)  # once, for all devices
@@ -171,7 +173,8 @@ def difference(found: Any, expected: Any) -> float:
   worst = 0.0
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     x, y = (np.asarray(z, np.float64).ravel() for z in (x, y))
-    worst = max(worst, float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-9)))
+    norm = float(np.linalg.norm(y))
+    worst = max(worst, float(np.linalg.norm(x - y)) / norm if norm else math.inf)
   return worst
 
 
@@ -192,6 +195,8 @@ def main() -> None:
   parser.add_argument("--out", required=True, help="the report, a .json file")
   parser.add_argument("--scale", choices=("paper", "tiny"), default="paper", help="sizes of arrays")
   arguments = parser.parse_args()
+  path, lock = pathlib.Path(arguments.out), threading.Lock()
+  path.parent.mkdir(parents=True, exist_ok=True)
   devices = [jax.devices()[0], jax.devices("cpu")[0]]
   report = {
     "command": " ".join(["python", *sys.orig_argv[1:]]),
@@ -206,25 +211,24 @@ def main() -> None:
     try:
       away = difference(*run(devices))
       found = {"difference": away, "tolerance": tolerance, "passes": away <= tolerance}
-    except Exception as error:  # The others still tell something.
+    except Exception as error:  # The other checks still run.
       traceback.print_exc()
       found = {"error": str(error).splitlines()[:1], "passes": False}
     found["seconds"] = round(time.perf_counter() - start, 1)
+    with lock:  # After each check: the time may be up.
+      report["checks"][name] = found
+      path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{'right' if found['passes'] else 'WRONG'}  {name}: {found}", flush=True)
-    return found
 
   every = [*checks(arguments.scale == "tiny")]
   # What compiles for an accelerator uses the cores of its host; the resumed run is the last check.
   with futures.ThreadPoolExecutor(1 if devices[0].platform == "cpu" else 8) as pool:
-    found = [*pool.map(look, every[:-1]), look(every[-1])]
-  report["checks"] = {check[0]: x for check, x in zip(every, found, strict=True)}
-  path = pathlib.Path(arguments.out)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    list(pool.map(look, every[:-1]))
+  look(every[-1])
   wrong = [name for name, x in report["checks"].items() if not x["passes"]]
   print(f"{len(every) - len(wrong)} of {len(every)} agree with the CPU")
   if wrong:
-    sys.exit(f"further away than their tolerance: {'; '.join(wrong)}")
+    sys.exit(f"these differ from the CPU: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What a GPU can measure in minutes, the most wanted first: operators and training steps beside the
-# CPU, rows of the papers' tables at their own size, training steps beside PyTorch's, generation.
+# Runs the measurements that need a GPU, the most important first: operators and training steps beside
+# the CPU, rows of the papers' tables at their own size, training steps beside PyTorch's, generation.
 #
 #   benchmarks/on_gpu.sh prepare TEXTS FOLDER [SCALE]              on any machine
 #   benchmarks/on_gpu.sh run FOLDER OUT MINUTES [SCALE] [PARTS]    on the machine with the GPU
 #
-# TEXTS is the --data of python -m reproduce. FOLDER receives tokens, and wheels of packages that an
-# installation of JAX and Flax may lack, so that `run` needs no network. OUT receives a JSON file for
+# TEXTS is the --data of python -m reproduce. FOLDER receives tokens, and wheels of packages that may
+# not be installed beside JAX and Flax, so that `run` needs no network. OUT receives a JSON file for
 # each report, and log.txt. Rows that OUT or results/reproduce has are not trained again, so a second
 # call continues. PARTS are some of checks,tables,steps,generation. SCALE is paper, or tiny to try
 # everything on a CPU. Status 1: a part has failed, or rows did not fit.
@@ -15,8 +15,9 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 tables=dispatcher-table1,extractors-fig11
 ptb=ptb/dispatcher,ptb/msa
 rows=$ptb,wikitext2/dispatcher,wikitext2/msa,she_2,he_2,attention_32_2,we_2,attention_1_2,me_2
-# In memory, if possible: checkpoints are written after each of 60 epochs.
-work=$(mktemp -d -p "$([ -w /dev/shm ] && echo /dev/shm || echo "${TMPDIR:-/tmp}")")
+# In memory, if it has 16 GB: checkpoints are written after each of 60 epochs.
+free=$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)
+work=$(mktemp -d -p "$( ((${free:-0} > 16000000)) && echo /dev/shm || echo "${TMPDIR:-/tmp}")")
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$work/site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
@@ -32,17 +33,18 @@ prepare() {
 part() {
   local name=$1 most=$2 begin=$SECONDS left=$((end - SECONDS))
   shift 2
-  [[ ,$parts, == *,$name,* ]] && ((left > 15)) || return 0
+  [[ ,$parts, == *,$name,* ]] || return 0
   echo "== $name: $left s left"
-  timeout "$((most < left ? most : left))" "$@" || failed+=" $name"
+  ((left > 15)) || { failed+=" $name" && return; }
+  timeout -k 10 "$((most < left ? most : left))" "$@" || failed+=" $name"
   echo "== $name: took $((SECONDS - begin)) s"
 }
 
 run() {
   local folder=$1 out=$2 scale=${4:-paper} parts=${5:-checks,tables,steps,generation}
-  local failed="" quick=() checks=120 end known  # seconds of checks, which two cores cannot keep
+  local failed="" quick=() checks=120 end known
   end=$(awk "BEGIN { print int($SECONDS + $3 * 60) }")
-  [ "$scale" = tiny ] && quick=(--quick) checks=9999
+  [ "$scale" = tiny ] && quick=(--quick) checks=9999 # two cores compile for longer
   if compgen -G "$folder/wheels/*.whl" >/dev/null; then
     python3 -m pip install -q --no-index --no-deps --target "$work/site" "$folder"/wheels/*.whl
   fi
@@ -52,7 +54,7 @@ run() {
   nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null
   known=(python3 -m reproduce "$tables" --scale="$scale" --data="$folder/tokens" --out="$out"
     --runs="$work/runs" --minutes)
-  minutes() { awk "BEGIN { print ($end - $SECONDS - 5) / 60 }"; }
+  minutes() { awk "BEGIN { print ($end - $SECONDS - 20) / 60 }"; }
   part checks "$checks" python3 "$root/benchmarks/checks.py" --scale="$scale" --out="$out/checks.json"
   part tables 9999 "${known[@]}" "$(minutes)" --rows="$rows"
   part tables 9999 "${known[@]}" "$(minutes)" --rows="$ptb" --seeds=1,2

@@ -7,13 +7,13 @@ update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_model
 papers' dropout. Each program is a process of its own with the same parameters, batch, threads or
 GPU; ratios are to dpjax in float32. "products" is `train.products=bfloat16`, "bfloat16" of
 dpjax `model.dtype`. PyTorch runs eagerly, compiled, and with bfloat16 by autocast. A GPU multiplies
-float32 of both as TF32. Without PyTorch, and with Gumbel's boundaries, dpjax is timed alone. Parts:
+float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's boundaries. Parts:
 
   paper        the Dispatcher at its paper's batch, 20 x 512
   dispatcher   the Dispatcher and masked self-attention, 4 x 512
   extractors   2 layers of each Extractor, and attention of 32 heads, 64 x 128
   hourglass    12 layers of relative attention, and 2 + 8 + 2 with segments of 4, 2 x 512
-  pooling      the same at 2 x 2,048, and with boundaries at spaces and of Gumbel's
+  pooling      as hourglass at 2 x 2,048, also with whitespace and Gumbel boundaries
   lengths      the Dispatcher beside attention, batch 1, over T: the Dispatcher paper's Fig. 2
   factors      the pooling paper's model over the shortening factor, 1 x 2048: its Fig. 5
 

@@ -11,7 +11,7 @@ report, OUT/TABLE_SCALE.json and .md, is written after each run.
   paper  the paper's settings        cpu  small models, few steps, the same texts
   tiny   seconds, on Python's manual
 
-For an accelerator that is there for minutes, make the tokens elsewhere, then train what fits:
+If an accelerator is available only for minutes, tokenize on another machine, then train in time:
 
   python -m reproduce dispatcher-table1 --data=texts --rows=ptb/dispatcher,ptb/msa --tokenize=tokens
   python -m reproduce dispatcher-table1 --data=tokens --rows=ptb/dispatcher,ptb/msa --minutes=9
@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -46,8 +46,8 @@ _ROWS = flags.DEFINE_list("rows", [], "rows to train, in this order; without, al
 _MINUTES = flags.DEFINE_float(
   "minutes",
   0.0,
-  "train what fits into this time: runs that the reports in --out have are kept, each other one is "
-  "timed by its first updates, and one that does not fit is named; 0: no limit",
+  "the time limit, 0 for none. Runs in the reports of --out are kept. The time of other runs is "
+  "estimated from their first updates, and one that needs more than is left is stopped and listed",
   lower_bound=0.0,
 )
 _DATA = flags.DEFINE_string(
@@ -58,7 +58,7 @@ _DATA = flags.DEFINE_string(
   "vocabularies; or a folder that --tokenize made; empty: what is missing is downloaded into data/",
 )
 _TOKENIZE = flags.DEFINE_string(
-  "tokenize", "", "a folder for the tokens of the rows, to be --data elsewhere; trains nothing"
+  "tokenize", "", "a folder for the tokens of the rows, to use as --data elsewhere; trains nothing"
 )
 _RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
 _OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
@@ -74,108 +74,121 @@ def main(names: str) -> None:
   if _DATA.value and not Path(_DATA.value).is_dir():
     raise UserError(f"data: expected a folder of texts, got {_DATA.value}")
   if _TOKENIZE.value:
-    for _, row in rows:
-      _tokenize(row, Path(_TOKENIZE.value))
+    for table, row in rows:
+      _tokenize(_Job(table, row, 0), Path(_TOKENIZE.value))
     return
   reports = {table.name: _report(table) for table in tables}
-  runs = [(table, row, int(seed)) for table, row in rows for seed in _SEEDS.value]
-  missing = 0
-  for i, (table, row, seed) in enumerate(runs):
-    report = reports[table.name]
-    known = report["rows"][row.name]["runs"]
-    if "scores" in known.get(str(seed), {}):
-      print(f"\n{row.name}, seed {seed}: in the report already", flush=True)
+  runs = [_Job(table, row, int(seed)) for table, row in rows for seed in _SEEDS.value]
+  entries = [reports[job.table.name]["rows"][job.row.name]["runs"] for job in runs]
+  missing = []
+  for i, (job, entry) in enumerate(zip(runs, entries, strict=True)):
+    print(f"\n{job.row.name}, seed {job.seed}", flush=True)
+    if _has_result(job, entry):
+      print("The report has it.", flush=True)
       continue
-    print(f"\n{row.name}, seed {seed}", flush=True)
-    following = next((x for x in runs[i + 1 :] if x[1] is not row), None)
-    known[str(seed)] = _train(known, row, table, seed, end, following)
-    missing += "left_out" in known[str(seed)]
-    _write(table, report)
+    others = zip(runs[i + 1 :], entries[i + 1 :], strict=True)
+    following = (x for x, known in others if x.row is not job.row and not _has_result(x, known))
+    entry[str(job.seed)] = _train(job, entry, end, next(following, None))
+    if "left_out" in entry[str(job.seed)]:
+      missing.append(f"{job.row.name}, seed {job.seed}")
+    _write(job.table, reports[job.table.name])
   for table in tables:
     print("\n" + report_lib.markdown(table, reports[table.name]))
   if missing:
-    sys.exit(f"{missing} runs have no result")
+    sys.exit(f"{len(missing)} runs have no result: {'; '.join(missing)}")
 
 
-def configure(row: papers.Row, seed: int) -> tuple[ConfigDict, Path]:
-  """The configuration of a run and its folder.
+class _Job(NamedTuple):
+  """One run: a row of a table with a seed."""
 
-  Raises:
-    ValueError: its text is not in the folder of texts.
-  """
-  config = scales.configure(row.config, _SCALE.value)
-  config.seed = seed
-  text, path = scales.find_text(config, _DATA.value)
-  if path is not None:
-    config.data.path = str(path.resolve())
-    config.data.manual_dir = str(Path(_DATA.value, "vocabularies"))
-    config.data.language = config.data.language if config.data.clean else ""
-  config.data.data_dir = str(Path(_RUNS.value, "data"))
-  slug = row.config.removeprefix("configs/").replace(".py", "").replace(":", "_")
-  return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{seed}")
+  table: papers.Table
+  row: papers.Row
+  seed: int
+
+  def configure(self) -> tuple[ConfigDict, Path]:
+    """The configuration of the run and its folder; a `UserError` without its text."""
+    config = scales.configure(self.row.config, _SCALE.value)
+    config.seed = self.seed
+    text, path = scales.find_text(config, _DATA.value)
+    if path is not None:
+      config.data.path = str(path.resolve())
+      config.data.manual_dir = str(Path(_DATA.value, "vocabularies"))
+      config.data.language = config.data.language if config.data.clean else ""
+    config.data.data_dir = str(Path(_RUNS.value, "data"))
+    for row in self.table.rows:
+      if row.name == self.row.after:
+        config.train.initial_run = str(self._replace(row=row).configure()[1].resolve())
+    slug = self.row.config.removeprefix("configs/").replace(".py", "").replace(":", "_")
+    return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{self.seed}")
+
+
+def _has_result(job: _Job, entry: Mapping[str, Any]) -> bool:
+  """Whether the report has the scores of a run with these settings."""
+  run = entry.get(str(job.seed), {})
+  if "scores" not in run:
+    return False
+  try:
+    return run.get("settings") == scales.settings(job.configure()[0])
+  except UserError:  # Without its text it cannot be trained again.
+    return True
 
 
 def _train(
-  known: Mapping[str, Any], row: papers.Row, table: papers.Table, seed: int, end: float, following
+  job: _Job, entry: Mapping[str, Any], end: float, following: _Job | None
 ) -> dict[str, Any]:
-  """Trains one row with one seed, if there is time: what the report says of it."""
+  """Trains one run, if there is time, and returns its entry in the report."""
   # What the row took with another seed, or what it was expected to take before.
-  sizes = [run.get("seconds", run.get("expected_seconds")) for run in known.values()]
+  sizes = [run.get("seconds", run.get("expected_seconds")) for run in entry.values()]
   expected, left = (
     max(filter(None, sizes), default=rows_lib.LAST_SECONDS),
     end - time.perf_counter(),
   )
   if expected > left:
-    reason = f"needs about {expected:.0f} seconds, of which {max(0.0, left):.0f} are left"
+    reason = f"needs about {expected:.0f} seconds; {max(0.0, left):.0f} are left"
     print(reason, file=sys.stderr, flush=True)
-    return {**known.get(str(seed), {}), "left_out": reason}
+    return {**entry.get(str(job.seed), {}), "left_out": reason}
+
+  def plan_following() -> rows_lib.Plan | None:
+    return following and rows_lib.Plan.make(*following.configure())
+
   try:
-    config, folder = configure(row, seed)
-    if row.after:
-      (first,) = (other for other in table.rows if other.name == row.after)
-      config.train.initial_run = str(configure(first, seed)[1].resolve())
+    config, folder = job.configure()
   except UserError as error:
     print(error, file=sys.stderr, flush=True)
     return {"left_out": " ".join(str(error).split())}
-
-  def plan_following() -> rows_lib.Plan | None:
-    return following and rows_lib.Plan.make(*configure(following[1], following[2]))
-
-  return rows_lib.train(config, folder, end, table.scores, plan_following)
+  return rows_lib.train(config, folder, end, job.table.scores, plan_following)
 
 
-def _tokenize(row: papers.Row, folder: Path) -> None:
-  """Copies the tokens of a row into FOLDER/TEXT/TOKENIZER, unless they are there."""
-  config, workdir = configure(row, 0)
-  text, path = scales.find_text(config, _DATA.value)
+def _tokenize(job: _Job, folder: Path) -> None:
+  """Copies the tokens of a run into FOLDER/TEXT/TOKENIZER, unless they are there."""
+  config, workdir = job.configure()
+  text, _ = scales.find_text(config, _DATA.value)
   target = folder / text / scales.tokens_name(config)
   if not target.exists():
-    made = run_lib.tokenize(config, workdir)
-    shutil.copytree(made.folder, target)
-  print(f"{row.name}: {target}", flush=True)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(run_lib.tokenize(config, workdir).folder, partial)
+    partial.rename(target)
+  print(f"{job.row.name}: {target}", flush=True)
 
 
 def _report(table: papers.Table) -> dict[str, Any]:
-  """A report without runs; with a time, with those that it has already."""
-  before = read_json(_path(table)) if _MINUTES.value else {}
-  rows: dict[str, Any] = {
-    row.name: {
-      "config": row.config,
-      "changes": scales.changes(row.config, _SCALE.value),
-      "paper": dict(row.paper),
-      "runs": {},
-    }
-    for row in table.rows
-  }
-  for name, row in before.get("rows", {}).items():
-    if name in rows and all(row[key] == rows[name][key] for key in ("config", "changes")):
-      rows[name]["runs"] = row["runs"]
+  """A report without runs, or with --minutes the one that is there."""
+  before = read_json(_path(table)).get("rows", {}) if _MINUTES.value else {}
   return {
     "table": table.name,
     "source": table.source,
     "scale": _SCALE.value,
     "command": " ".join(["python", *sys.orig_argv[1:]]),
-    "rows": rows,
+    "rows": {
+      row.name: {
+        "config": row.config,
+        "changes": scales.changes(row.config, _SCALE.value),
+        "paper": dict(row.paper),
+        "runs": before.get(row.name, {}).get("runs", {}),
+      }
+      for row in table.rows
+    },
   }
 
 

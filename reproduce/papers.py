@@ -290,7 +290,9 @@ def find(names: str) -> list[Table]:
 
 
 def select(tables: Sequence[Table], names: Sequence[str]) -> list[tuple[Table, Row]]:
-  """Rows with their tables: those of `names` in order, or all, first those that others start from.
+  """Returns the rows of `names` in this order, or all rows, with their tables.
+
+  Of all rows, those that other rows start from come first.
 
   Raises:
     ValueError: no table has a row, or two have.

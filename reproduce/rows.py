@@ -1,5 +1,6 @@
 """Trains one row of a table with one seed, within a time if there is one."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -25,10 +26,11 @@ from dpjax.models import build
 from dpjax.run import training
 from dpjax.training import checkpoints, sharding
 from dpjax.training.loop import NonFiniteError
+from reproduce import scales
 
 MEASURED = 30  # updates that tell how long a row takes
-SAVE_SECONDS = 0.5  # of a checkpoint after an evaluation
-LAST_SECONDS = 10.0  # of the checkpoint and the test split at the end
+SAVE_SECONDS = 0.5  # estimated time to save a checkpoint
+LAST_SECONDS = 10.0  # reserved for the last checkpoint and the test split
 POINTS = 100  # of a curve of training losses
 AUTHORS = "perplexity_authors_protocol"
 
@@ -40,8 +42,8 @@ class Plan:
   config: ConfigDict
   batches: Any
   num_steps: int
-  num_evaluations: int
-  evaluation_updates: float  # updates that take as long as an evaluation
+  num_saves: int  # after evaluations and in between
+  evaluation_updates: float  # updates that take as long as all evaluations
 
   @classmethod
   def make(cls, config: ConfigDict, folder: Path) -> "Plan":
@@ -53,10 +55,14 @@ class Plan:
       config_lib.steps_in(config.train, name, steps_per_epoch=batches.steps_per_epoch)
       for name in ("num", "eval_every")
     )
-    # Validation has no backward pass, so a third of the work for a token.
+    evaluations = -(-num_steps // every)
+    saves = evaluations + num_steps // config.train.checkpoint_every_steps
     tokens = config.eval.max_tokens or data.counts["valid"]["tokens"]
-    updates = tokens / (batches.batch_size * batches.window) / 3
-    return cls(config, batches, num_steps, -(-num_steps // every), updates)
+    window = config.eval.window or config.model.max_length
+    tokens *= window / (config.eval.stride or window)
+    # Without a backward pass, a token costs a third of what it costs in training.
+    updates = evaluations * tokens / (batches.batch_size * batches.window) / 3
+    return cls(config, batches, num_steps, saves, updates)
 
   def compile(self) -> None:
     """Compiles an update into JAX's persistent cache."""
@@ -74,13 +80,15 @@ class Clock:
 
   After the first update, which compiles, `MEASURED` updates are timed; then
 
-    expected = seconds so far + updates to come * median + evaluations to come * (evaluation + save)
+    expected = seconds so far + median * (updates + evaluations, in updates) + save * saves
+
+  Updates, evaluations and saves are those to come; compiling the evaluation is not counted.
 
   Args:
     end: when the time is up, by `time.perf_counter`; infinity without a limit.
     plan: the run.
     done: the number of updates that an earlier session made.
-    measured: called once the updates are timed.
+    measured: called when the updates are timed and the run fits.
   """
 
   def __init__(self, end: float, plan: Plan, done: int, measured: Callable[[], None]):
@@ -96,13 +104,13 @@ class Clock:
       if len(self._times) == MEASURED + 2:
         update = float(np.median(np.diff(self._times[1:])))
         share = self._to_come / self._plan.num_steps
-        evaluation = self._plan.evaluation_updates * update + SAVE_SECONDS
-        rest = (self._to_come - len(self._times)) * update
-        rest += share * self._plan.num_evaluations * evaluation
+        updates = self._to_come - len(self._times) + share * self._plan.evaluation_updates
+        rest = updates * update + share * self._plan.num_saves * SAVE_SECONDS
         expected = now - self.begin + rest + LAST_SECONDS
         self.facts = {"update_seconds": update, "expected_seconds": expected}
+        if now + rest > self._end:
+          return True
         self._measured()
-        return now + rest > self._end
     return now > self._end
 
 
@@ -113,24 +121,24 @@ def train(
   scores: tuple[str, ...] = (),
   following: Callable[[], Plan | None] = lambda: None,
 ) -> dict[str, Any]:
-  """Trains one run: what the report says of it.
+  """Trains one run, and returns its entry in the report.
 
   Args:
-    config: the run's.
-    folder: the run's.
-    end: see `Clock`.
+    config: the configuration.
+    folder: the run's folder.
+    end: the deadline; see `Clock`.
     scores: the scores that the report shows.
     following: makes the plan of the next run, whose update is compiled while this one trains.
 
   Returns:
-    "scores" of the test split, "step", "best_step", "parameters", "seconds", "curve"; or
-    "left_out", the reason. With both "device", "products", "versions" and, of a run that was long
-    enough to be timed, "update_seconds" and "expected_seconds".
+    "scores" of the test split, "step", "best_step", "parameters", "curve" and, unless the run was
+    resumed, "seconds"; or "left_out", the reason. With both "settings", "device", "products",
+    "versions" and, if the run was long enough to be timed, "update_seconds" and "expected_seconds".
   """
   threads: list[threading.Thread] = []
 
   def compile_following() -> None:
-    # Without a limit, nothing is in a hurry; without the cache, it would be compiled again.
+    # Of use with a deadline, and with the persistent cache: else the run compiles again.
     if end < math.inf and jax.config.values["jax_compilation_cache_dir"]:
       threads.append(threading.Thread(target=_compile, args=(following,)))
       threads[0].start()
@@ -139,20 +147,22 @@ def train(
   try:
     plan = Plan.make(config, folder)
     saved = checkpoints.find_complete(folder / "checkpoints")
-    clock = Clock(end, plan, int(saved[0].name) if saved else 0, compile_following)
+    done = int(saved[0].name) if saved else 0
+    clock = Clock(end, plan, done, compile_following)
     run, found = run_lib.train(config, folder, should_stop=clock)
     losses = runs_lib.read_losses(folder)
     every = min(config.train.median_every_steps, len(losses))
     found["median_cost"] = runs_lib.last_median(losses, every)
     if AUTHORS in scores:
-      found[AUTHORS] = authors_perplexity(run)
+      with contextlib.suppress(UserError):  # of a text that is too short for ten rows
+        found[AUTHORS] = authors_perplexity(run)
     sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
     return {
       "scores": found,
       "step": len(losses),
       "best_step": run.step,
       "parameters": sum(sizes),
-      "seconds": time.perf_counter() - clock.begin,
+      **({} if done else {"seconds": time.perf_counter() - clock.begin}),
       **clock.facts,
       **describe(config),
       "curve": curve(folder),
@@ -165,9 +175,9 @@ def train(
     reason += f"stopped at update {error.step:,} of {error.num_steps:,}"
     print(reason, file=sys.stderr, flush=True)
     return {"left_out": reason, **clock.facts, **describe(config)}
-  except (UserError, NonFiniteError, OSError) as error:
+  except (UserError, NonFiniteError, OSError, jax.errors.JaxRuntimeError) as error:
     print(error, file=sys.stderr, flush=True)
-    return {"left_out": " ".join(str(error).split())}
+    return {"left_out": " ".join(str(error).split())[:500]}
   finally:
     for thread in threads:
       thread.join()
@@ -175,7 +185,7 @@ def train(
 
 
 def _compile(following: Callable[[], Plan | None]) -> None:
-  """Compiles the next run's update; an error shows again when that run begins."""
+  """Compiles the next run's update; an error is only printed, since that run raises it."""
   try:
     if plan := following():
       plan.compile()
@@ -184,13 +194,14 @@ def _compile(following: Callable[[], Plan | None]) -> None:
 
 
 def describe(config: ConfigDict) -> dict[str, Any]:
-  """The device, the precision of products and the versions."""
+  """The settings, the device, the precision of products and the versions."""
   device = jax.devices()[0]
   products = config.train.products
   if device.platform == "gpu" and products == "float32":
     products = jax.config.values["jax_default_matmul_precision"] or "float32, as TF32"
   versions = {x: sys.modules[x].__version__ for x in ("jax", "flax", "optax")}
   return {
+    "settings": scales.settings(config),
     "device": f"{jax.device_count()} {device.device_kind}",
     "products": products,
     "versions": {"dpjax": __version__, **versions},
@@ -217,13 +228,18 @@ def curve(folder: Path) -> dict[str, Any]:
 def authors_perplexity(run: Any, split: str = "test") -> float:
   """Perplexity of a split by the protocol of the Dispatcher authors' code.
 
-  The text is cut into rows, and each row into windows without context; the first token of a row is
-  no target.
+  The text is split into ten rows, and each row into windows that are scored independently. The
+  first token of each row is not scored.
+
+  Raises:
+    ValueError: the text is too short for ten windows.
   """
-  rows, length = run.config.eval.batch_size, run.config.model.max_length
-  text = batches_lib.ContiguousRows(run.data.splits[split], rows, length)
+  text = batches_lib.ContiguousRows(run.data.splits[split], 10, run.config.model.max_length)
+  mesh = sharding.make_mesh()
   nats = count = 0.0
   for index in range(text.steps_per_epoch):
-    sums = run._scorer.step(run.params, text.batch(index), index)
+    rows = ((0, -text.batch_size % mesh.size), (0, 0))  # empty ones, for the devices
+    batch = {name: np.pad(array, rows) for name, array in text.batch(index).items()}
+    sums = run._scorer.step(run.params, sharding.put_batch(batch, mesh), index)
     nats, count = nats + float(sums["nats"]), count + float(sums["count"])
   return math.exp(nats / count)

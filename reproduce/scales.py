@@ -122,12 +122,13 @@ def changes(name: str, scale: str) -> dict[str, list]:
 
   Places, seeds and samples, which change no number, are left out. None: not a setting there.
   """
-  there, here = (config_lib.flatten(x) for x in (load(name), configure(name, scale)))
-  found = {
-    key: [there[key], here.get(key)]
-    for key in there
-    if there[key] != here.get(key) and not key.startswith(_FREE)
-  }
+  there, here = settings(load(name)), settings(configure(name, scale))
+  return {key: [there[key], here.get(key)] for key in there if there[key] != here.get(key)}
+
+
+def settings(config: ConfigDict) -> dict[str, Any]:
+  """The settings that change numbers, as JSON values: {"model.width": 512}."""
+  found = {x: y for x, y in config_lib.flatten(config).items() if not x.startswith(_FREE)}
   return json.loads(json.dumps(found))
 
 
@@ -145,9 +146,9 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
 
   It is NAME or, of a corpus with several languages, NAME_LANGUAGE: a folder with
   {train,valid,test}.txt, or a file with the ending .txt. The name of a stand-in, or of a
-  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. A folder may have
-  its tokens in place of the text, in the folder `tokens_name`. Without a folder the text is
-  downloaded, and there is no path.
+  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. The folder
+  may contain tokens instead of text, in a subfolder named by `tokens_name`. Without a folder the
+  text is downloaded, and there is no path.
 
   Raises:
     ValueError: the folder has none, or more than one.

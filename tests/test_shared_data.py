@@ -239,6 +239,7 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
     "data.tokenizer": "bytes",
     "data.lower_text": True,
     "data.documents": "isolated",
+    "data.max_characters": (70, 20, 0),
     "model.boundaries": other,
   }.items():
     wrong = config.copy_and_resolve_references()

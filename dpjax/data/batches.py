@@ -20,10 +20,13 @@ last document's last token, so that no document sees another. With start token 9
 
 import abc
 import dataclasses
+import math
 
 import numpy as np
 
 from dpjax.errors import UserError
+
+_DRAWN_STEPS = 64  # steps whose offsets are drawn together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +51,6 @@ def _check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> 
   if boundaries is not None and len(boundaries) != len(tokens):
     expected = f"one for each of the {len(tokens)} tokens"
     raise UserError(f"boundaries: expected {expected}, got {len(boundaries)}")
-
-
-_DRAWN_STEPS = 64
 
 
 class _Windows(abc.ABC):
@@ -198,15 +198,17 @@ class RandomWindows(_Windows):
   8.4M tokens there, so every offset is a window.
   """
 
-  _block = -1  # of steps whose offsets are drawn
+  _drawn = -1, np.zeros(0)  # a block of steps, and their offsets
 
   def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     block, index = divmod(step, _DRAWN_STEPS)
-    if block != self._block:  # Drawing for many steps at once takes hardly longer than for one.
-      draws = block * _DRAWN_STEPS * self.batch_size + np.arange(_DRAWN_STEPS * self.batch_size)
-      offsets = draw(draws, self._num_windows, self._seed)
-      self._block, self._offsets = block, offsets.reshape(_DRAWN_STEPS, self.batch_size)
-    return self._offsets[index, rows, None] + np.arange(self.window + 1), False
+    last, offsets = self._drawn
+    if block != last:  # Drawing for 64 steps takes about three times as long as for one.
+      shape = _DRAWN_STEPS, self.batch_size
+      draws = block * math.prod(shape) + np.arange(math.prod(shape))
+      offsets = draw(draws, self._num_windows, self._seed).reshape(shape)
+      self._drawn = block, offsets
+    return offsets[index, rows, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
     self._num_windows = len(self._tokens) - self.window

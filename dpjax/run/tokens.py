@@ -119,6 +119,9 @@ def _open_ready(config: ConfigDict, own: Tokenizer | None) -> Tokens:
   wanted: dict[str, Any] = {
     "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
   }
+  text, language = made.get("corpus", {}), data.language if data.clean else ""
+  wanted["data.clean, data.language"] = text.get("clean", ""), language
+  wanted["data.max_characters"] = text.get("max_characters", [0] * 3), data.max_characters
   tokenizer = _known_tokenizer(config, own)
   if tokenizer is None:
     wanted |= {

@@ -13,9 +13,9 @@ from dpjax.commands import doctor
 from reproduce import rows
 from tests import helpers
 
-PLAN = SimpleNamespace(num_steps=500, num_evaluations=5, evaluation_updates=7.0)
-# 31 updates of 2 s after one of 60 s; then 468 updates, and 5 evaluations of 7 updates and a save.
-REST = 468 * 2.0 + 5 * (14.0 + rows.SAVE_SECONDS)
+PLAN = SimpleNamespace(num_steps=500, num_saves=5, evaluation_updates=35.0)
+# After 31 updates of 2 s: 468 updates, evaluations of 35 updates, 5 saves.
+REST = (468 + 35) * 2.0 + 5 * rows.SAVE_SECONDS
 
 
 @pytest.mark.parametrize("end, stops", [(math.inf, False), (130 + REST, False), (110 + REST, True)])
@@ -25,7 +25,7 @@ def test_a_run_is_stopped_once_its_updates_are_timed(monkeypatch, end, stops):
   measured = []
   clock = rows.Clock(end + rows.LAST_SECONDS, PLAN, 0, lambda: measured.append(1))
   answers = [clock() for _ in range(rows.MEASURED + 2)]
-  assert answers == [False] * (rows.MEASURED + 1) + [stops] and measured == [1]
+  assert answers == [False] * (rows.MEASURED + 1) + [stops] and measured == [1] * (not stops)
   spent = 60 + 2.0 * (rows.MEASURED + 1)
   expected = {"update_seconds": 2.0, "expected_seconds": spent + REST + rows.LAST_SECONDS}
   assert clock.facts == pytest.approx(expected)
@@ -39,7 +39,7 @@ def test_a_resumed_run_needs_the_rest_alone(monkeypatch):
   monkeypatch.setattr(time, "perf_counter", lambda: next(times))
   clock = rows.Clock(1e6, PLAN, 400, lambda: None)
   assert not any(clock() for _ in range(rows.MEASURED + 2))
-  rest = 68 * 2.0 + 5 * 100 / 500 * (14.0 + rows.SAVE_SECONDS)
+  rest = (68 + 7) * 2.0 + rows.SAVE_SECONDS
   assert clock.facts["expected_seconds"] == pytest.approx(62 + rest + rows.LAST_SECONDS)
 
 
@@ -71,6 +71,6 @@ def test_the_next_update_is_compiled_while_a_run_trains(tmp_path, monkeypatch):
     assert rows.train(other, tmp_path / "other", end)["step"] == 3 and compiled() == before
   assert found["step"] == 5 and len(found["curve"]["loss"]) == 5
   assert found["expected_seconds"] > found["update_seconds"] > 0
-  # The whole split but the first tokens of rows, and what no row has.
+  # All tokens but the first of each row, and what fills no row.
   perplexity, authors = (found["scores"][name] for name in ("perplexity", rows.AUTHORS))
   assert perplexity != authors and authors == pytest.approx(perplexity, rel=0.1)
