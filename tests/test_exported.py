@@ -23,6 +23,7 @@ from dpjax.commands import export
 from dpjax.data.tokens import open_tokens
 from dpjax.models import build
 from dpjax.run import card as card_lib
+from dpjax.run import workdir as workdir_lib
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -114,6 +115,7 @@ def test_what_is_wrong(run, tmp_path, capsys):
   assert not (tmp_path / "other").exists()
   with pytest.raises(dpjax.UserError, match="^step: expected None or .* got 77"):
     dpjax.load(tmp_path / "out", 77)
+  without_checksums(tmp_path / "out")
   config = json.loads((tmp_path / "out/config.json").read_text())
   config["model"]["width"] = 24
   shutil.copytree(tmp_path / "out", tmp_path / "wider")
@@ -147,33 +149,97 @@ def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
   assert "no part of this folder: mine." in card_lib.describe(mine, {})
 
 
+def without_checksums(folder):
+  """Makes an export like those of before there were any, for files that a test changes."""
+  config = json.loads((folder / "config.json").read_text())
+  config.pop("checksums", None)
+  (folder / "config.json").write_text(json.dumps(config))
+
+
 DAMAGED = [
   ("config.json", b"[" * 100_000, "got: "),
   ("data/data.json", b"[]", "expected "),
   ("data/tokenizer.json", b"{", "expected "),
   ("model.safetensors", b"x" * 500, "expected a whole file of safetensors"),
-  ("model.safetensors", None, "expected a file of safetensors"),
 ]
 
 
 @pytest.mark.parametrize("name, content, message", DAMAGED)
 def test_a_damaged_file_is_named(run, name, content, message, tmp_path):
   run.save(tmp_path / "out")
-  file = tmp_path / "out" / name
-  file.unlink()
-  if content is None:
-    file.mkdir()
-  else:
-    file.write_bytes(content)
-  with pytest.raises(dpjax.UserError, match=rf"{file.name}.*{message}"):
+  without_checksums(tmp_path / "out")
+  (tmp_path / "out" / name).write_bytes(content)
+  with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
     dpjax.load(tmp_path / "out")
 
 
-def test_numbers_that_are_not_finite_are_named(run, tmp_path):
+def flip_a_bit(content, at):
+  return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+CHANGES = {
+  **{
+    f"bit at {x}": lambda content, x=x: flip_a_bit(content, int(x * len(content)))
+    for x in (0.0, 0.2, 0.4, 0.6, 0.8, 0.999)
+  },
+  "zeros": lambda content: content[: -len(content) // 3] + bytes(len(content) // 3),
+  "cut": lambda content: content[:-1],
+  "longer": lambda content: content + b" ",
+  "of a user": lambda content: content.replace(b"relu", b"gelu").replace(b"cat", b"act") + b"\n",
+}
+READ = ("config.json", "model.safetensors", "data/data.json", "data/tokenizer.json")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", READ)
+def test_a_changed_file_is_never_read_as_if_nothing_were(run, name, change, tmp_path):
   run.save(tmp_path / "out")
-  arrays = load_file(tmp_path / "out/model.safetensors")
+  path = tmp_path / "out" / name
+  before = path.read_bytes()
+  path.write_bytes(CHANGES[change](before))
+  try:
+    same = json.loads(path.read_bytes()) == json.loads(before)
+  except ValueError:
+    same = False
+  if name == "config.json" and same:  # White space alone.
+    assert dpjax.load(tmp_path / "out").config == run.config
+    return
+  with pytest.raises(dpjax.UserError, match=re.escape(name)):
+    dpjax.load(tmp_path / "out")
+  if name.startswith("data"):
+    with pytest.raises(dpjax.UserError, match=re.escape(name)):
+      workdir_lib.find(tmp_path / "out")  # for its tokenizer alone
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_missing_file_is_named(run, name, tmp_path):
+  run.save(tmp_path / "out")
+  (tmp_path / "out" / name).unlink()
+  with pytest.raises(dpjax.UserError, match=f"workdir: |{name}: .*, got none"):
+    dpjax.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "complex64", "float16", "float64"])
+def test_arrays_of_a_foreign_dtype_are_refused(run, dtype, tmp_path, caplog):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  save_file({x: y.astype(dtype) for x, y in load_file(path).items()}, path, {"step": "12"})
+  with pytest.raises(dpjax.UserError, match="expected arrays of float32 or bfloat16, got"):
+    dpjax.load(tmp_path / "out")
+  assert "no checksums" in caplog.text
+
+
+def test_numbers_that_are_not_finite_and_a_step_below_0_are_named(run, tmp_path):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  arrays = load_file(path)
+  save_file(arrays, path, {"step": "-7"})
+  with pytest.raises(dpjax.UserError, match="a whole file of safetensors, got step -7"):
+    dpjax.load(tmp_path / "out")
   arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
-  save_file(arrays, tmp_path / "out/model.safetensors", {"step": str(run.step)})
+  save_file(arrays, path, {"step": str(run.step)})
   message = "expected finite .* infinity in layers.mixer.out.kernel"
   with pytest.raises(dpjax.UserError, match=message):
     dpjax.load(tmp_path / "out")
@@ -202,7 +268,7 @@ def test_a_trained_model_of_the_clone_scores_and_generates(name, monkeypatch):
 @pytest.mark.parametrize("name", ["dispatcher", "we", "whitespace", "routing"])
 def test_a_card_of_the_clone_is_what_its_settings_give(name):
   folder = helpers.ROOT / f"models/{name}-books"
-  config = config_lib.from_dict(json.loads((folder / "config.json").read_text()))
+  config = config_lib.load(str(folder))
   with safe_open(folder / "model.safetensors", "np") as file:
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
   start_id = open_tokens(folder / "data").tokenizer.start_id

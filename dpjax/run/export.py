@@ -1,6 +1,7 @@
 """Exports a trained run as a small folder for others to load.
 
-  config.json           the settings, as given; frozen.json those of a model that boundaries use
+  config.json           the settings, as given, and SHA-256 of themselves and of each file below
+                        but the card; frozen.json has those of a model that boundaries use
   boundaries.json       the settings of boundaries that know tokens by their ids, with these
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
@@ -9,6 +10,7 @@
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from dpjax import files, hub
+from dpjax.config import reading
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
@@ -31,6 +34,7 @@ from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
+_log = logging.getLogger(__name__)
 
 
 def save(
@@ -88,7 +92,6 @@ def save(
 
 def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
-  files.write_json(folder / "config.json", workdir_lib.read_config(run.workdir).to_dict())
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())
   if "space_ids" in run.config.model.boundaries:
@@ -107,21 +110,37 @@ def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None
   (folder / "README.md").write_text(text, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)
+  settings = workdir_lib.read_config(run.workdir).to_dict()
+  written = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
+  sums = {name: files.checksum(folder / name) for name in written}
+  sums["config.json"] = reading.digest(settings)
+  files.write_json(folder / "config.json", {**settings, reading.CHECKSUMS: sums})
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
   """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
-  A `UserError` if the file is damaged, or of another model, or of another step than `step`.
+  A `UserError` if the file is damaged, or of another model, dtype or step than `step`. An export
+  without checksums, of a version before these, is read with a warning.
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
   if not path.is_file():  # A pipe would never end.
     raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
+  if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
+    _log.warning("%s: an export with no checksums, in which damage is not noticed", folder)
   try:
     with safe_open(path, "flax") as file:
-      found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+      found = {}
+      for name in file.keys():
+        part = file.get_slice(name)
+        found[name] = tuple(part.get_shape())
+        if part.get_dtype() not in ("F32", "BF16"):
+          wanted = f"expected arrays of {' or '.join(DTYPES)}"
+          raise UserError(f"{path}: {wanted}, got {name} of {part.get_dtype()}")
       at = int((file.metadata() or {}).get("step", 0))
+      if at < 0:
+        raise ValueError(f"step {at}")
       if step not in (None, at):
         raise UserError(f"step: expected None or {at} of an exported run, got {step}")
       message = f"{path}: expected parameters of this model, got others"

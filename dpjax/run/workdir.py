@@ -24,16 +24,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import hub, registry
+from dpjax import files, hub, registry
 from dpjax.config import ConfigDict, reading, sections
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
-# The files of an exported run; the first four are in each.
+# The files of an exported run; the first four are in each. Its users may change the card.
 _EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
-EXPORTED = (*_EACH, "README.md", "frozen.json", "boundaries.json", "data/unigram.model")
+CHECKED = (*_EACH[1:], "frozen.json", "boundaries.json", "data/unigram.model")
+EXPORTED = ("config.json", "README.md", *CHECKED)
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 
@@ -41,15 +42,30 @@ _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|
 def find(place: str | Path) -> Path:
   """The folder of a run, with ~ expanded; that of a model hf://OWNER/NAME[@REVISION] is downloaded.
 
-  A `UserError` if the model cannot be read, or is not of dpjax.
+  A `UserError` if the model cannot be read, is not of dpjax, or its small files have changed.
   """
   if not hub.is_address(place):
-    return Path(os.path.expanduser(place))
-  folder = hub.download(str(place), EXPORTED)
-  if missing := [name for name in _EACH if not (folder / name).exists()]:
-    expected = "expected a model that dpjax exported"
-    raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
+    folder = Path(os.path.expanduser(place))
+  else:
+    folder = hub.download(str(place), EXPORTED)
+    if missing := [name for name in _EACH if not (folder / name).exists()]:
+      expected = "expected a model that dpjax exported"
+      raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
+  if is_exported(folder):
+    check_exported(folder, *CHECKED[1:])
   return folder
+
+
+def check_exported(folder: Path, *names: str) -> bool:
+  """Whether an exported run has checksums; a `UserError` if those of the files `names` differ."""
+  sums = files.read_json(folder / "config.json").get(reading.CHECKSUMS)
+  if not isinstance(sums, dict):
+    return False
+  for path, expected in [(folder / name, sums[name]) for name in names if name in sums]:
+    if not path.exists() or files.checksum(path) != expected:
+      got = "another" if path.exists() else "none"
+      raise UserError(f"{path}: expected the file as it was exported, got {got}")
+  return True
 
 
 @contextlib.contextmanager
