@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -137,6 +140,69 @@ def test_an_empty_folder_is_filled_with_the_settings_as_given(run, tmp_path):
   assert folder.stat().st_ino == before and not [*folder.glob("*.partial")]
   assert dpjax.load(folder).step == run.step
   assert config_lib.load(str(folder)) == config_lib.load(str(run.workdir))
+
+
+ENDED = """
+import os, shutil, sys, types
+from pathlib import Path
+from dpjax.run import export
+made, folder, run = map(Path, sys.argv[1:])
+
+def end_after(count, folder):
+  def step(do, *paths):
+    nonlocal count
+    count -= 1
+    if count < 0:  # as by SIGKILL, but that a living one can be had, too
+      print(os.getpid(), flush=True)
+      os._exit(9) if folder.name != "living" else sys.stdin.read()
+    return do(*paths)
+
+  def write(_, partial, *rest):
+    for path in made.iterdir():
+      step(shutil.copytree if path.is_dir() else shutil.copy, path, partial / path.name)
+
+  replace, export._write = os.replace, write
+  os.replace = lambda *paths: step(replace, *paths)
+  export.save(types.SimpleNamespace(workdir=run), folder, "float32")
+
+for is_there in (False, True):
+  for count in range(9 if is_there else 6):
+    if not os.fork():
+      path = folder / f"{is_there}{count}"
+      is_there and path.mkdir()
+      end_after(count, path)
+      os._exit(0)
+    os.wait()
+print("living", flush=True)
+end_after(2, folder / "living")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system that cannot copy a process")
+def test_what_a_killed_export_left_is_gone_after_the_next_and_a_living_one_is_left_alone(
+  run, tmp_path
+):
+  run.save(tmp_path / "made")
+  (root := tmp_path / "root").mkdir()
+  words = [sys.executable, "-c", ENDED, tmp_path / "made", root, run.workdir]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  with subprocess.Popen(words, env=helpers.environment(), **pipes) as process:
+    while process.stdout.readline() != "living\n":
+      pass
+    process.stdout.readline()
+    (living,) = root.glob("living.*.partial")
+    for name in [f"False{i}" for i in range(6)] + [f"True{i}" for i in range(9)] + ["living"]:
+      if not workdir_lib.is_exported(root / name):
+        run.save(root / name)
+      else:
+        with pytest.raises(dpjax.UserError, match="^folder: expected a new or an empty one"):
+          run.save(root / name)
+      relative = [
+        {x.relative_to(y) for x in y.rglob("*")} for y in (tmp_path / "made", root / name)
+      ]
+      assert relative[0] == relative[1], name
+    assert {*root.glob("*.partial")} == {living} and len([*root.glob("*.tmp")]) == 1
+    process.kill()
 
 
 def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):

@@ -34,6 +34,7 @@ from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
+_PARTIAL, _MOVES = ".partial", "moves"  # an unfinished folder, and its file once it is moved
 _log = logging.getLogger(__name__)
 
 
@@ -71,23 +72,40 @@ def save(
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
+  inside = folder / folder.name
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):
+    _remove(left.with_suffix(_PARTIAL), folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
   is_there = folder.exists()
-  partial = (folder if is_there else folder.parent) / f"{folder.name}.{os.getpid()}.partial"
   try:
-    partial.mkdir(parents=True)
-    _write(run, partial, folder.name, dtype, license)
-    if is_there:
-      for path in sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS):
-        os.replace(path, folder / path.name)
-    else:
-      os.replace(partial, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.temporary(inside if is_there else folder) as lock:
+      partial = Path(lock.name).with_suffix(_PARTIAL)
+      try:
+        partial.mkdir()
+        _write(run, partial, folder.name, dtype, license)
+        if is_there:
+          paths = sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS)
+          (partial / _MOVES).touch()
+          for path in paths:
+            os.replace(path, folder / path.name)
+        else:
+          os.replace(partial, folder)
+      finally:
+        _remove(partial, folder)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(partial: Path, folder: Path) -> None:
+  """Removes what was not finished, and what of it was moved into a folder that had been empty."""
+  if (partial / _MOVES).exists() and not workdir_lib.is_exported(folder):
+    for path in (folder / name for name in {Path(x).parts[0] for x in workdir_lib.EXPORTED}):
+      if not (partial / path.name).exists():
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+  shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
