@@ -201,16 +201,16 @@ def unchanged(places):
 
 
 @contextlib.contextmanager
-def limited():
+def limited(seconds=SECONDS):
   if not hasattr(signal, "alarm"):  # as on Windows
     yield
     return
 
   def end(*_):
-    raise TimeoutError(f"no answer in {SECONDS} s")
+    raise TimeoutError(f"no answer in {seconds} s")
 
   before = signal.signal(signal.SIGALRM, end)
-  signal.alarm(SECONDS)
+  signal.alarm(seconds)
   try:
     yield
   finally:

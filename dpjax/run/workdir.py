@@ -95,9 +95,9 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
   except UnicodeEncodeError:  # which the writer of checkpoints cannot take
     raise UserError(f"workdir: expected a name in UTF-8, got {str(workdir)!r}") from None
   try:
-    _check_links(workdir)
+    _check_files(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
+    file = stack.enter_context(files.open_plain(workdir / "lock", "a+", encoding="utf-8"))
   except OSError as error:
     raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
@@ -111,12 +111,14 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     file.flush()
 
 
-def _check_links(workdir: Path) -> None:
-  """A `UserError` if training could write over a file outside of the folder."""
+def _check_files(workdir: Path) -> None:
+  """A `UserError` if training could write over a file outside of the folder, or wait for a pipe."""
   if not workdir.is_dir():
     return
   own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
   for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+      raise UserError(f"{path}: expected a plain file, got a device or a pipe")
     target = Path(os.path.realpath(path))  # also of a loop
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
       raise UserError(

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
+from dpjax import files
 from dpjax.errors import UserError, not_writable
 from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
@@ -72,7 +72,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     paths = find_complete(self._folder)
     for path in paths:
       with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
+        step = files.load_json(path / "meta" / "metadata")["best"]["step"]
         return step if any(path.name == str(step) for path in paths) else None
     return None
 
@@ -261,8 +261,11 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
 
 def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
   """The tree, the meta and the saved fingerprints, read by this process alone."""
+  for file in (path / "state").rglob("*"):
+    if not (file.is_file() or file.is_dir() and not file.is_symlink()):
+      raise ValueError(f"{file} is a device, a pipe or a link")  # for which Orbax could wait
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
-  meta = dict(ocp.JsonCheckpointHandler().restore(path / "meta"))
+  meta = dict(files.load_json(path / "meta" / "metadata"))
   if meta["format"] > FORMAT:
     raise UserError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
