@@ -226,8 +226,8 @@ def fingerprints(tree: Any) -> list[jax.Array]:
     if jnp.iscomplexobj(array):
       array = jnp.stack([array.real, array.imag])
     info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
-    bits = jnp.dtype(f"uint{info(array.dtype).bits}")
-    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
+    bits = jnp.dtype(f"uint{min(32, info(array.dtype).bits)}")  # of 64 bits, two words
+    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32).ravel()
     places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return jnp.sum(words * places, dtype=jnp.uint32)
 

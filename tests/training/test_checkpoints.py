@@ -14,6 +14,7 @@ from pathlib import Path
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -253,6 +254,26 @@ def test_fingerprints_notice_a_bit_and_a_swap():
   others = x, x.at[4].add(1e-6), x[::-1], x.astype(bool)
   found = [int(number) for number in checkpoints.fingerprints((*others, x + 0))]
   assert len({*found}) == 4 and found[0] == found[-1]
+
+
+def test_fingerprints_read_all_bits_of_every_dtype():
+  with jax.enable_x64(True):
+    for dtype in (
+      "float64",
+      "int64",
+      "uint64",
+      "complex128",
+      "float32",
+      "bfloat16",
+      "int4",
+      "bool",
+    ):
+      bits = np.zeros(7 * jnp.dtype(dtype).itemsize, np.uint8)
+      arrays = [bits.copy() for _ in range(len(bits) + 1)]
+      for place, array in enumerate(arrays[1:]):
+        array[place] = 1
+      found = [int(checkpoints.fingerprints(jnp.asarray(x.view(dtype)))[0]) for x in arrays]
+      assert len({*found}) == len(found), dtype
 
 
 def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, capfd, caplog):
