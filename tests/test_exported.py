@@ -86,6 +86,9 @@ def test_bfloat16_halves_it(run, tmp_path):
   sizes = [(tmp_path / x / "model.safetensors").stat().st_size for x in ("whole", "half")]
   assert 0.5 < sizes[1] / sizes[0] < 0.7
   loaded = dpjax.load(tmp_path / "half")
+  loaded.save(tmp_path / "again")
+  copies = [(tmp_path / x / "model.safetensors").read_bytes() for x in ("half", "again")]
+  assert copies[0] == copies[1]
   for x, y in zip(*(jax.tree.leaves(r.params) for r in (loaded, run)), strict=True):
     assert x.dtype == jnp.float32
     np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 def save(
   run: Any,
   folder: str | Path,
-  dtype: str = "float32",
+  dtype: str = "",
   *,
   license: str = "",
   private: bool = False,
@@ -52,17 +52,21 @@ def save(
     run: a `Run`.
     folder: the folder; or the model at the Hugging Face Hub, "hf://OWNER/NAME" or
       "hf://OWNER/NAME@BRANCH", which is made if missing.
-    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
+    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
+      where that keeps every bit, as of an export in bfloat16, or else float32.
     license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
     private: whether a model at the Hub is private.
 
   Raises:
     ValueError: the folder is not empty or cannot be written, the run has none, or no such dtype.
   """
-  if dtype not in DTYPES:
+  if dtype not in ("", *DTYPES):
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
+  if not dtype:
+    keeps = [bool((x.astype("bfloat16") == x).all()) for x in jax.tree.leaves(run.params)]
+    dtype = "bfloat16" if all(keeps) else "float32"
   if hub.is_address(folder):
     address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
