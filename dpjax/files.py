@@ -146,6 +146,17 @@ def left_beside(path: Path) -> Iterator[Path]:
         left.unlink()
 
 
+def check_there(file: IO, path: Path) -> None:
+  """A `UserError` if an open file no longer is that at `path`, as after its folder was removed."""
+  with contextlib.suppress(FileNotFoundError):
+    if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+      return
+  raise UserError(
+    f"workdir: expected the folder in which training began, got {path.parent}, which is gone; the "
+    "same command begins anew"
+  )
+
+
 def sync(*opened: IO) -> None:
   """Waits until what was written to files is on the disk."""
   for file in opened:

@@ -18,6 +18,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,23 +74,28 @@ def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
   A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
-  link leads out of it, or its disk becomes full.
+  link leads out of it, its disk becomes full, or it is removed.
   """
   if is_exported(workdir):
     hint = "to train on, take a new workdir and it as train.initial_run"
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
-    on_first_process(lambda: _lock(workdir, stack))
+    opened: list[Any] = []
+    on_first_process(lambda: _lock(workdir, stack, opened))
     try:
       yield
-    except OSError as error:  # Writing to an open file names none.
-      if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+      for file in opened:
+        files.check_there(file, workdir / "lock")
+      # Writing to an open file names none.
+      is_unnamed = isinstance(error, OSError) and error.filename is None
+      if is_unnamed and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise not_writable("workdir", workdir, error) from error
       raise
 
 
-def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
+def _lock(workdir: Path, stack: contextlib.ExitStack, opened: list[Any]) -> None:
   try:
     str(workdir).encode()
   except UnicodeEncodeError:  # which the writer of checkpoints cannot take
@@ -98,6 +104,7 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     _check_files(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context(files.open_plain(workdir / "lock", "a+", encoding="utf-8"))
+    opened.append(file)
   except OSError as error:
     raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
@@ -131,7 +138,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
   """Whether training resumes a run; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
-    if (workdir / "checkpoints").exists():
+    if has_saved(workdir):
       raise UserError(
         f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
         "checkpoints and no config.json"

@@ -73,7 +73,8 @@ class Reporter(contextlib.AbstractContextManager):
     return float(np.median(known)), len(known)
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
-    """Writes scores of a split at a step to the files."""
+    """Writes scores of a split at a step to the files; a `UserError` if their folder is gone."""
+    self.check_there()
     curves = {name: x for name, x in scores.items() if name not in _NO_CURVES}
     self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
     if not self._is_first:
@@ -89,6 +90,11 @@ class Reporter(contextlib.AbstractContextManager):
     for name, value in curves.items():
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+
+  def check_there(self) -> None:
+    """A `UserError` if the run's folder was removed or moved."""
+    if self._is_first:
+      files.check_there(self._losses, Path(self._losses.name))
 
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
     """The reports since the last call, each with its step."""
