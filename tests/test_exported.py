@@ -299,6 +299,40 @@ def test_arrays_of_a_foreign_dtype_are_refused(run, dtype, tmp_path, caplog):
   assert "no checksums" in caplog.text
 
 
+def test_scores_that_are_not_finite_end_with_status_1(run, text, tmp_path, monkeypatch, capsys):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  arrays = load_file(path)
+  arrays["logits.kernel"] *= 1e38
+  save_file(arrays, path, {"step": "12"})
+  for name, more in (("test", "--split=test"), (text, f"--text={text}")):
+    said = helpers.command("evaluate", f"--workdir={tmp_path / 'out'}", more)
+    assert re.match(f"{name}: expected finite scores, got (nan|inf) nats per token$", str(said))
+    assert "bits per character" in capsys.readouterr().out
+  scores = dict.fromkeys(run.score("a cat"), np.nan)
+  monkeypatch.setattr("dpjax.run.train", lambda *_, **__: (run, scores))
+  said = helpers.command("train", "--config=quickstart", f"--workdir={tmp_path / 'new'}")
+  assert said == "test: expected finite scores, got nan nats per token"
+
+
+def test_a_file_that_holds_no_scores_is_none_of_the_cards(run, tmp_path):
+  shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
+  other = dataclasses.replace(run, workdir=tmp_path / "run")
+  scores = [
+    {"scores": {"a": 1.5}},
+    {"split": "test", "scores": [3]},
+    [],
+    {"split": 3, "scores": {}},
+  ]
+  scores += [{"split": "test", "scores": {"b": 2.5, "c": "x", "d": None, "e": float("nan")}}]
+  for i, content in enumerate(scores):
+    (tmp_path / f"run/scores_{i}_{run.step}.json").write_text(json.dumps(content))
+  other.save(tmp_path / "out")
+  card = (tmp_path / "out/README.md").read_text()
+  assert "| test | b | 2.5 |" in card and "| a |" not in card and "| c |" not in card
+
+
 def test_numbers_that_are_not_finite_and_a_step_below_0_are_named(run, tmp_path):
   run.save(tmp_path / "out")
   without_checksums(tmp_path / "out")

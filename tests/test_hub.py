@@ -114,6 +114,19 @@ def test_without_a_network(run, site, monkeypatch, tmp_path):
   assert site.asked == []
 
 
+def test_without_a_network_a_cache_that_lacks_files_is_told_from_a_repository(
+  run, site, monkeypatch
+):
+  from huggingface_hub import constants, hf_hub_download
+
+  run.save(PLACE)
+  hf_hub_download(PLACE.removeprefix("hf://"), "config.json")
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  message = "the cache .* without model.safetensors, data/data.json.*; `hf download me/small` fetch"
+  with pytest.raises(dpjax.UserError, match=message):
+    dpjax.load(PLACE)
+
+
 ERRORS = helpers.cases("""
   hf://me/none      | -        | expected a repository that can be read, got none that is public
   hf://me/small@v9  | -        | expected a repository that can be read, got none of this revision

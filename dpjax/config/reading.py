@@ -67,7 +67,7 @@ def load(experiment: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
-  except Exception as error:  # A program of the user's, with errors of any type.
+  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
     message = " ".join(str(error).split())
     if not isinstance(error, UserError):
       expected = "expected a Python file whose get_config() gives a ConfigDict"

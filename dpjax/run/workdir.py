@@ -50,6 +50,7 @@ def find(place: str | Path) -> Path:
   else:
     folder = hub.download(str(place), EXPORTED)
     if missing := [name for name in _EACH if not (folder / name).exists()]:
+      hub.check_fetched(str(place), missing)
       expected = "expected a model that dpjax exported"
       raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
   if is_exported(folder):
@@ -88,10 +89,9 @@ def lock(workdir: Path) -> Iterator[None]:
     except Exception as error:
       for file in opened:
         files.check_there(file, workdir / "lock")
-      # Writing to an open file names none.
-      is_unnamed = isinstance(error, OSError) and error.filename is None
-      if is_unnamed and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise not_writable("workdir", workdir, error) from error
+      if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is None:  # as of writing to an open file
+          raise not_writable("workdir", workdir, error) from error
       raise
 
 
@@ -138,7 +138,8 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
   """Whether training resumes a run; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
-    if has_saved(workdir):
+    saved = (workdir / "checkpoints").glob("*")
+    if not all(".orbax-checkpoint-tmp" in path.name for path in saved):
       raise UserError(
         f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
         "checkpoints and no config.json"
