@@ -137,7 +137,8 @@ def temporary(path: Path) -> Iterator[IO[bytes]]:
 
 def left_beside(path: Path) -> Iterator[Path]:
   """The files of `temporary` that ended processes left beside `path`; each is removed after use."""
-  for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.*.tmp"):
+  digits = "[0-9a-f]" * 16  # No file of somebody else is named like this.
+  for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.{digits}.tmp"):
     with contextlib.suppress(OSError), left.open("r+b") as file:
       if lock_descriptor(file.fileno(), blocking=False):
         yield left

@@ -165,11 +165,12 @@ def test_what_a_killed_process_half_wrote_is_removed_but_not_a_living_ones(tmp_p
     words, env=helpers.environment(), stdout=subprocess.PIPE, text=True
   ) as process:
     assert process.stdout is not None and process.stdout.readline() == "half\n"
+    (tmp_path / f"{name}.mine.tmp").write_text("mine")
     WRITTEN[name](tmp_path / name)
-    assert [x.read_text() for x in tmp_path.glob("*.tmp")] == ["half"]
+    assert sorted(x.read_text() for x in tmp_path.glob("*.tmp")) == ["half", "mine"]
     process.kill()
   WRITTEN[name](tmp_path / name)
-  assert not [*tmp_path.glob("*.tmp")]
+  assert [x.read_text() for x in tmp_path.glob("*.tmp")] == ["mine"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")

@@ -65,7 +65,9 @@ def save(
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
   if not dtype:
-    keeps = [bool((x.astype("bfloat16") == x).all()) for x in jax.tree.leaves(run.params)]
+    keeps = [
+      bool((x.astype("bfloat16").astype(x.dtype) == x).all()) for x in jax.tree.leaves(run.params)
+    ]
     dtype = "bfloat16" if all(keeps) else "float32"
   if hub.is_address(folder):
     address, (repository, _) = str(folder), hub.split_address(str(folder))
