@@ -1,11 +1,14 @@
 """Small files, read within a limit; files and folders written completely or not at all; locks."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +24,25 @@ PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
 
 
+def open_plain(path: str | Path, mode: str = "rb", **options: Any) -> Any:
+  """Opens a file as `open` does, but no pipe, which would wait, and no device, which may never end.
+
+  Raises:
+    UserError: it is a folder, device or pipe; or is to be written and has a second name, a hard
+      link, by which another file would change.
+    OSError: it cannot be opened.
+  """
+  path = Path(path)
+  with contextlib.suppress(FileNotFoundError):
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+      raise UserError(f"{path}: expected a plain file, got a folder, a device or a pipe")
+    if about.st_nlink > 1 and mode != "rb":
+      got = "got a hard link to another file; put a copy in its place"
+      raise UserError(f"{path}: expected a file to write to, {got}")
+  return path.open(mode, **options)
+
+
 def read_file(path: str | Path) -> bytes:
   """The content of a file.
 
@@ -28,14 +50,10 @@ def read_file(path: str | Path) -> bytes:
     ValueError: it is a folder, device or pipe, or has more than `MOST_BYTES`.
     OSError: it cannot be read.
   """
-  path = Path(path)
-  size = path.stat().st_size
-  # Opening a pipe would wait, and some devices never end.
-  if not path.is_file():
-    raise ValueError("a folder, a device or a pipe")
-  if size > MOST_BYTES:
-    raise ValueError(f"more than {MOST_BYTES:,} bytes")
-  return path.read_bytes()
+  with open_plain(path) as file:
+    if os.fstat(file.fileno()).st_size > MOST_BYTES:
+      raise ValueError(f"more than {MOST_BYTES:,} bytes")
+    return file.read()
 
 
 def load_json(path: str | Path) -> Any:
@@ -77,17 +95,67 @@ def check_writable(folder: Path) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-  temporary.unlink(missing_ok=True)  # Perhaps a link to another file.
+  with replacing_file(path) as file:
+    file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[IO[bytes]]:
+  """Gives a new file to fill, which then takes the place of `path`, completely or not at all."""
   try:
-    with temporary.open("x", encoding="utf-8", newline="\n") as file:
-      file.write(json.dumps(content, indent=2) + "\n")
+    with temporary(path) as file:
+      yield file
       sync(file)
-    os.replace(temporary, path)
+      if os.name == "nt":  # which neither renames nor removes an open file
+        file.close()
+      os.replace(file.name, path)
   except OSError as error:
-    temporary.unlink(missing_ok=True)
     # A full disk is reported without the file's name.
     raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[IO[bytes]]:
+  """Gives a new file beside `path`, removed at the end; those that ended processes left go first.
+
+  data.json  ->  data.json.5f3c09ab44d1e207.tmp, locked until its process ends, however it does
+  """
+  for _ in left_beside(path):
+    pass
+  with contextlib.ExitStack() as stack:
+    is_there = False
+    while not is_there:
+      mine = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
+      file = mine.open("xb")
+      stack.callback(mine.unlink, missing_ok=True)
+      stack.enter_context(file)
+      with contextlib.suppress(OSError):  # There are no locks, by which nothing is removed either.
+        lock_descriptor(file.fileno())
+      is_there = mine.exists()  # Else another process removed it before it was locked.
+    yield file
+
+
+def left_beside(path: Path) -> Iterator[Path]:
+  """The files of `temporary` that ended processes left beside `path`; each is removed after use."""
+  digits = "[0-9a-f]" * 16  # No file of somebody else is named like this.
+  for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.{digits}.tmp"):
+    with contextlib.suppress(OSError), left.open("r+b") as file:
+      if lock_descriptor(file.fileno(), blocking=False):
+        yield left
+        if os.name == "nt":
+          file.close()
+        left.unlink()
+
+
+def check_there(file: IO, path: Path) -> None:
+  """A `UserError` if an open file no longer is that at `path`, as after its folder was removed."""
+  with contextlib.suppress(FileNotFoundError):
+    if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+      return
+  raise UserError(
+    f"workdir: expected the folder in which training began, got {path.parent}, which is gone; the "
+    "same command begins anew"
+  )
 
 
 def sync(*opened: IO) -> None:
@@ -99,7 +167,7 @@ def sync(*opened: IO) -> None:
 
 def checksum(path: Path, kind: str = "sha256") -> str:
   """The checksum of a file, as hexadecimal digits."""
-  with path.open("rb") as file:
+  with open_plain(path) as file:
     return hashlib.file_digest(file, kind).hexdigest()
 
 
@@ -144,7 +212,7 @@ def build_once(
   path = folder.with_name(folder.name + ".lock")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    with open_plain(path, "ab") as file:
       if not try_lock(file):
         _log.warning("%s: waiting for another process that builds this", path)
         try_lock(file, wait=True)

@@ -76,6 +76,21 @@ def download(address: str, names: Sequence[str]) -> Path:
   return Path(found)
 
 
+def check_fetched(address: str, missing: Sequence[str]) -> None:
+  """A `UserError` if files are missing in the cache alone, since the Hub cannot be asked."""
+  from huggingface_hub import HfApi
+
+  repository, revision = split_address(address)
+  try:
+    HfApi(library_name="dpjax").model_info(repository, revision=revision)
+  except Exception as error:  # Of several libraries.
+    command = f"hf download {repository}{f' --revision {revision}' if revision else ''}"
+    raise UserError(
+      f"{address}: expected it whole in the cache where there is no connection, got one without "
+      f"{', '.join(missing)}; `{command}` fetches it, online"
+    ) from error
+
+
 def upload(folder: Path, address: str, names: Sequence[str], *, private: bool = False) -> None:
   """Commits a folder to a model, made if missing; others of the files `names` go there.
 

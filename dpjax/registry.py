@@ -200,7 +200,7 @@ def import_plugin(module: str) -> None:
   """Imports a module that registers components; a `UserError` if it cannot."""
   try:
     importlib.import_module(module)
-  except Exception as error:  # A program of the user's, with errors of any type.
+  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     expected = "expected a module that can be imported"
     raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error

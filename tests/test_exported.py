@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -23,6 +26,7 @@ from dpjax.commands import export
 from dpjax.data.tokens import open_tokens
 from dpjax.models import build
 from dpjax.run import card as card_lib
+from dpjax.run import workdir as workdir_lib
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -82,6 +86,9 @@ def test_bfloat16_halves_it(run, tmp_path):
   sizes = [(tmp_path / x / "model.safetensors").stat().st_size for x in ("whole", "half")]
   assert 0.5 < sizes[1] / sizes[0] < 0.7
   loaded = dpjax.load(tmp_path / "half")
+  loaded.save(tmp_path / "again")
+  copies = [(tmp_path / x / "model.safetensors").read_bytes() for x in ("half", "again")]
+  assert copies[0] == copies[1]
   for x, y in zip(*(jax.tree.leaves(r.params) for r in (loaded, run)), strict=True):
     assert x.dtype == jnp.float32
     np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))
@@ -114,6 +121,7 @@ def test_what_is_wrong(run, tmp_path, capsys):
   assert not (tmp_path / "other").exists()
   with pytest.raises(dpjax.UserError, match="^step: expected None or .* got 77"):
     dpjax.load(tmp_path / "out", 77)
+  without_checksums(tmp_path / "out")
   config = json.loads((tmp_path / "out/config.json").read_text())
   config["model"]["width"] = 24
   shutil.copytree(tmp_path / "out", tmp_path / "wider")
@@ -137,6 +145,69 @@ def test_an_empty_folder_is_filled_with_the_settings_as_given(run, tmp_path):
   assert config_lib.load(str(folder)) == config_lib.load(str(run.workdir))
 
 
+ENDED = """
+import os, shutil, sys, types
+from pathlib import Path
+from dpjax.run import export
+made, folder, run = map(Path, sys.argv[1:])
+
+def end_after(count, folder):
+  def step(do, *paths):
+    nonlocal count
+    count -= 1
+    if count < 0:  # as by SIGKILL, but that a living one can be had, too
+      print(os.getpid(), flush=True)
+      os._exit(9) if folder.name != "living" else sys.stdin.read()
+    return do(*paths)
+
+  def write(_, partial, *rest):
+    for path in made.iterdir():
+      step(shutil.copytree if path.is_dir() else shutil.copy, path, partial / path.name)
+
+  replace, export._write = os.replace, write
+  os.replace = lambda *paths: step(replace, *paths)
+  export.save(types.SimpleNamespace(workdir=run), folder, "float32")
+
+for is_there in (False, True):
+  for count in range(9 if is_there else 6):
+    if not os.fork():
+      path = folder / f"{is_there}{count}"
+      is_there and path.mkdir()
+      end_after(count, path)
+      os._exit(0)
+    os.wait()
+print("living", flush=True)
+end_after(2, folder / "living")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system that cannot copy a process")
+def test_what_a_killed_export_left_is_gone_after_the_next_and_a_living_one_is_left_alone(
+  run, tmp_path
+):
+  run.save(tmp_path / "made")
+  (root := tmp_path / "root").mkdir()
+  words = [sys.executable, "-c", ENDED, tmp_path / "made", root, run.workdir]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  with subprocess.Popen(words, env=helpers.environment(), **pipes) as process:
+    while process.stdout.readline() != "living\n":
+      pass
+    process.stdout.readline()
+    (living,) = root.glob("living.*.partial")
+    for name in [f"False{i}" for i in range(6)] + [f"True{i}" for i in range(9)] + ["living"]:
+      if not workdir_lib.is_exported(root / name):
+        run.save(root / name)
+      else:
+        with pytest.raises(dpjax.UserError, match="^folder: expected a new or an empty one"):
+          run.save(root / name)
+      relative = [
+        {x.relative_to(y) for x in y.rglob("*")} for y in (tmp_path / "made", root / name)
+      ]
+      assert relative[0] == relative[1], name
+    assert {*root.glob("*.partial")} == {living} and len([*root.glob("*.tmp")]) == 1
+    process.kill()
+
+
 def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
   other = build.build_model({**run.config.model, "activation": "gelu"})
   dataclasses.replace(run, model=other).save(tmp_path / "out")
@@ -147,33 +218,131 @@ def test_a_model_made_in_python_has_no_code_in_its_card(run, tmp_path):
   assert "no part of this folder: mine." in card_lib.describe(mine, {})
 
 
+def without_checksums(folder):
+  """Makes an export like those of before there were any, for files that a test changes."""
+  config = json.loads((folder / "config.json").read_text())
+  config.pop("checksums", None)
+  (folder / "config.json").write_text(json.dumps(config))
+
+
 DAMAGED = [
   ("config.json", b"[" * 100_000, "got: "),
   ("data/data.json", b"[]", "expected "),
   ("data/tokenizer.json", b"{", "expected "),
   ("model.safetensors", b"x" * 500, "expected a whole file of safetensors"),
-  ("model.safetensors", None, "expected a file of safetensors"),
 ]
 
 
 @pytest.mark.parametrize("name, content, message", DAMAGED)
 def test_a_damaged_file_is_named(run, name, content, message, tmp_path):
   run.save(tmp_path / "out")
-  file = tmp_path / "out" / name
-  file.unlink()
-  if content is None:
-    file.mkdir()
-  else:
-    file.write_bytes(content)
-  with pytest.raises(dpjax.UserError, match=rf"{file.name}.*{message}"):
+  without_checksums(tmp_path / "out")
+  (tmp_path / "out" / name).write_bytes(content)
+  with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
     dpjax.load(tmp_path / "out")
 
 
-def test_numbers_that_are_not_finite_are_named(run, tmp_path):
+def flip_a_bit(content, at):
+  return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+CHANGES = {
+  **{
+    f"bit at {x}": lambda content, x=x: flip_a_bit(content, int(x * len(content)))
+    for x in (0.0, 0.2, 0.4, 0.6, 0.8, 0.999)
+  },
+  "zeros": lambda content: content[: -len(content) // 3] + bytes(len(content) // 3),
+  "cut": lambda content: content[:-1],
+  "longer": lambda content: content + b" ",
+  "of a user": lambda content: content.replace(b"relu", b"gelu").replace(b"cat", b"act") + b"\n",
+}
+READ = ("config.json", "model.safetensors", "data/data.json", "data/tokenizer.json")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", READ)
+def test_a_changed_file_is_never_read_as_if_nothing_were(run, name, change, tmp_path):
   run.save(tmp_path / "out")
-  arrays = load_file(tmp_path / "out/model.safetensors")
+  path = tmp_path / "out" / name
+  before = path.read_bytes()
+  path.write_bytes(CHANGES[change](before))
+  try:
+    same = json.loads(path.read_bytes()) == json.loads(before)
+  except ValueError:
+    same = False
+  if name == "config.json" and same:  # White space alone.
+    assert dpjax.load(tmp_path / "out").config == run.config
+    return
+  with pytest.raises(dpjax.UserError, match=re.escape(name)):
+    dpjax.load(tmp_path / "out")
+  if name.startswith("data"):
+    with pytest.raises(dpjax.UserError, match=re.escape(name)):
+      workdir_lib.find(tmp_path / "out")  # for its tokenizer alone
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_missing_file_is_named(run, name, tmp_path):
+  run.save(tmp_path / "out")
+  (tmp_path / "out" / name).unlink()
+  with pytest.raises(dpjax.UserError, match=f"workdir: |{name}: .*, got none"):
+    dpjax.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "complex64", "float16", "float64"])
+def test_arrays_of_a_foreign_dtype_are_refused(run, dtype, tmp_path, caplog):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  save_file({x: y.astype(dtype) for x, y in load_file(path).items()}, path, {"step": "12"})
+  with pytest.raises(dpjax.UserError, match="expected arrays of float32 or bfloat16, got"):
+    dpjax.load(tmp_path / "out")
+  assert "no checksums" in caplog.text
+
+
+def test_scores_that_are_not_finite_end_with_status_1(run, text, tmp_path, monkeypatch, capsys):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  arrays = load_file(path)
+  arrays["logits.kernel"] *= 1e38
+  save_file(arrays, path, {"step": "12"})
+  for name, more in (("test", "--split=test"), (text, f"--text={text}")):
+    said = helpers.command("evaluate", f"--workdir={tmp_path / 'out'}", more)
+    assert re.match(f"{name}: expected finite scores, got (nan|inf) nats per token$", str(said))
+    assert "bits per character" in capsys.readouterr().out
+  scores = dict.fromkeys(run.score("a cat"), np.nan)
+  monkeypatch.setattr("dpjax.run.train", lambda *_, **__: (run, scores))
+  said = helpers.command("train", "--config=quickstart", f"--workdir={tmp_path / 'new'}")
+  assert said == "test: expected finite scores, got nan nats per token"
+
+
+def test_a_file_that_holds_no_scores_is_none_of_the_cards(run, tmp_path):
+  shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
+  other = dataclasses.replace(run, workdir=tmp_path / "run")
+  scores = [
+    {"scores": {"a": 1.5}},
+    {"split": "test", "scores": [3]},
+    [],
+    {"split": 3, "scores": {}},
+  ]
+  scores += [{"split": "test", "scores": {"b": 2.5, "c": "x", "d": None, "e": float("nan")}}]
+  for i, content in enumerate(scores):
+    (tmp_path / f"run/scores_{i}_{run.step}.json").write_text(json.dumps(content))
+  other.save(tmp_path / "out")
+  card = (tmp_path / "out/README.md").read_text()
+  assert "| test | b | 2.5 |" in card and "| a |" not in card and "| c |" not in card
+
+
+def test_numbers_that_are_not_finite_and_a_step_below_0_are_named(run, tmp_path):
+  run.save(tmp_path / "out")
+  without_checksums(tmp_path / "out")
+  path = tmp_path / "out/model.safetensors"
+  arrays = load_file(path)
+  save_file(arrays, path, {"step": "-7"})
+  with pytest.raises(dpjax.UserError, match="a whole file of safetensors, got step -7"):
+    dpjax.load(tmp_path / "out")
   arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
-  save_file(arrays, tmp_path / "out/model.safetensors", {"step": str(run.step)})
+  save_file(arrays, path, {"step": str(run.step)})
   message = "expected finite .* infinity in layers.mixer.out.kernel"
   with pytest.raises(dpjax.UserError, match=message):
     dpjax.load(tmp_path / "out")
@@ -202,7 +371,7 @@ def test_a_trained_model_of_the_clone_scores_and_generates(name, monkeypatch):
 @pytest.mark.parametrize("name", ["dispatcher", "we", "whitespace", "routing"])
 def test_a_card_of_the_clone_is_what_its_settings_give(name):
   folder = helpers.ROOT / f"models/{name}-books"
-  config = config_lib.from_dict(json.loads((folder / "config.json").read_text()))
+  config = config_lib.load(str(folder))
   with safe_open(folder / "model.safetensors", "np") as file:
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
   start_id = open_tokens(folder / "data").tokenizer.start_id

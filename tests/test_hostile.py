@@ -54,6 +54,8 @@ COMMANDS = helpers.cases(r"""
   {train} --config={fifo} | --config: expected a Python file
   {train} --config={zeros} | --config: expected .* null bytes
   {train} --config={other} | a: expected a known setting
+  {train} --config={ends} | --config: expected a Python file .* got SystemExit: 0 .*ends.py, line 1
+  {train} --config={quickstart} --plugin=ends | --plugin: expected a module .* .SystemExit: 0
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
   {train} --config={quickstart} rest | flags: expected --name=value
   train --config={quickstart} --wordkir={new} | wordkir
@@ -145,6 +147,7 @@ def places(text, finished, tmp_path_factory):
     "short": "a cat\n" * 20,
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
+    "ends.py": "import sys; sys.exit(0)",
     **{f"seeds/seed_{i}/scores_test_12.json": json.dumps({"scores": scores}) for i in range(2)},
   }
   for name, content in (damage | files).items():
@@ -180,9 +183,10 @@ def places(text, finished, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, places):
   """Works in an empty folder."""
   monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(places["run"].parent)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -201,16 +205,16 @@ def unchanged(places):
 
 
 @contextlib.contextmanager
-def limited():
+def limited(seconds=SECONDS):
   if not hasattr(signal, "alarm"):  # as on Windows
     yield
     return
 
   def end(*_):
-    raise TimeoutError(f"no answer in {SECONDS} s")
+    raise TimeoutError(f"no answer in {seconds} s")
 
   before = signal.signal(signal.SIGALRM, end)
-  signal.alarm(SECONDS)
+  signal.alarm(seconds)
   try:
     yield
   finally:

@@ -87,6 +87,7 @@ def test_revisions(run, site):
 def test_loading_runs_no_code(run, site, tmp_path, monkeypatch):
   run.save(PLACE)
   config = json.loads(site.files(NAME)[0]["config.json"]) | {"plugins": ["of_the_author"]}
+  del config["checksums"]
   own = {"of_the_author.py": b"raise SystemExit(7)", "data/__init__.py": b"1 / 0"}
   own |= {"weights.pkl": b"cbuiltins\nexit\n(i7\ntR.", "config.json": json.dumps(config).encode()}
   site.publish(NAME, own)
@@ -111,6 +112,19 @@ def test_without_a_network(run, site, monkeypatch, tmp_path):
   hub.use(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
   chex.assert_trees_all_equal(dpjax.load(PLACE).params, run.params)
   assert site.asked == []
+
+
+def test_without_a_network_a_cache_that_lacks_files_is_told_from_a_repository(
+  run, site, monkeypatch
+):
+  from huggingface_hub import constants, hf_hub_download
+
+  run.save(PLACE)
+  hf_hub_download(PLACE.removeprefix("hf://"), "config.json")
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  message = "the cache .* without model.safetensors, data/data.json.*; `hf download me/small` fetch"
+  with pytest.raises(dpjax.UserError, match=message):
+    dpjax.load(PLACE)
 
 
 ERRORS = helpers.cases("""

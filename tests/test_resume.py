@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -58,6 +59,28 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
       dpjax.train(config, tmp_path / "parts", **known)
   # No report is missed, and none comes twice.
   assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("step", [2, 4, 6, 12])
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
+  text, tmp_path, step, is_moved
+):
+  config, workdir = helpers.small_config(text), tmp_path / "run"
+  seen = []
+
+  def remove(done, *_):
+    seen.append(done)
+    if done == step and seen.count(done) == 1:
+      while workdir.exists():  # A checkpoint may just be written.
+        workdir.rename(tmp_path / "moved") if is_moved else shutil.rmtree(workdir, True)
+
+  message = f"^workdir: expected the folder in which training began, got {workdir}, which is gone"
+  with pytest.raises(dpjax.UserError, match=message):
+    dpjax.train(config, workdir, model=helpers.bigrams, callbacks=[remove])
+  assert seen[-1] <= step + 2
+  assert dpjax.train(config, workdir, model=helpers.bigrams)[0].step
 
 
 @pytest.mark.slow

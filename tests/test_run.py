@@ -290,7 +290,7 @@ def test_a_folder_that_is_not_a_run_is_left_alone(text, tmp_path):
   with pytest.raises(ValueError, match="expected a folder that dpjax can replace"):
     dpjax.train(helpers.small_config(text), tmp_path)
   assert (tmp_path / "data" / "train.txt").read_text() == "mine"
-  (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+  (tmp_path / "other" / "checkpoints" / "mine").mkdir(parents=True)
   with pytest.raises(ValueError, match="has checkpoints and no config.json"):
     dpjax.train(helpers.small_config(text), tmp_path / "other")
 

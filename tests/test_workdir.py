@@ -14,6 +14,7 @@ from dpjax import config as config_lib
 from dpjax import files
 from dpjax.errors import UserError
 from dpjax.run import workdir as workdir_lib
+from dpjax.training import reporting
 from tests import helpers
 
 HOLD = """
@@ -135,10 +136,41 @@ def test_links_inside_of_the_folder_and_beside_the_run_are_nobodys_matter(tmp_pa
 
 def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   (tmp_path / "victim").write_text("of great worth")
-  (tmp_path / f"scores.json.{os.getpid()}.tmp").symlink_to(tmp_path / "victim")
+  (tmp_path / "scores.json.7.tmp").symlink_to(tmp_path / "victim")
   files.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
   assert (tmp_path / "victim").read_text() == "of great worth"
   assert files.load_json(tmp_path / "scores.json") == {"perplexity": 7.5}
+
+
+HALF = """
+import pathlib, sys, time
+from dpjax import files
+with files.replacing_file(pathlib.Path(sys.argv[1])) as file:
+  file.write(b"half")
+  file.flush()
+  print("half", flush=True)
+  time.sleep(600)
+"""
+WRITTEN = {
+  "scores.json": lambda path: files.write_json(path, {}),
+  "metrics.jsonl": lambda path: reporting.Reporter(path.parent, 0, 7).__exit__(),
+}
+
+
+@helpers.needs_locks
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_killed_process_half_wrote_is_removed_but_not_a_living_ones(tmp_path, name):
+  words = [sys.executable, "-c", HALF, str(tmp_path / name)]
+  with subprocess.Popen(
+    words, env=helpers.environment(), stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout is not None and process.stdout.readline() == "half\n"
+    (tmp_path / f"{name}.mine.tmp").write_text("mine")
+    WRITTEN[name](tmp_path / name)
+    assert sorted(x.read_text() for x in tmp_path.glob("*.tmp")) == ["half", "mine"]
+    process.kill()
+  WRITTEN[name](tmp_path / name)
+  assert [x.read_text() for x in tmp_path.glob("*.tmp")] == ["mine"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")

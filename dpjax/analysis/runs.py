@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpjax import config as config_lib
+from dpjax import files
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
@@ -73,7 +74,8 @@ def read_losses(workdir: str | Path) -> np.ndarray:
   Raises a `ValueError` if the file is damaged.
   """
   path = Path(workdir, "losses.f32")
-  content = path.read_bytes()
+  with files.open_plain(path) as file:
+    content = file.read()
   if len(content) % 4:
     raise UserError(f"workdir: expected 4 bytes an update in {path}, got {len(content)} bytes")
   return np.frombuffer(content, "<f4").astype(np.float32)
@@ -89,7 +91,11 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
   """
   path = Path(workdir, "metrics.jsonl")
   scores: dict[str, dict[int, float]] = {}
-  for line in path.read_bytes().splitlines() if path.is_file() else []:
+  lines: list[bytes] = []
+  if path.exists():
+    with files.open_plain(path) as file:
+      lines = file.readlines()
+  for line in lines:
     try:
       content = json.loads(line)
       step, split = operator.index(content["step"]), content["split"]

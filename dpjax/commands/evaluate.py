@@ -81,6 +81,7 @@ def _evaluate(given) -> None:
     alone = ", each document as if it stood alone" if is_isolated else ""
     print(f"The {split} split, by {torch or f'step {run.step}'}{alone}:")
     print(run_lib.table(scores))
+  command_line.exit_unless_finite(**{split: scores["nats_per_token"]})
 
 
 def _read(path: str) -> str:
@@ -96,10 +97,10 @@ def _score_texts(run, texts: Mapping[str, str], given) -> None:
   from dpjax.training import metrics
 
   size = dict(window=given.window, stride=given.stride)
-  found, is_first = {}, jax.process_index() == 0
+  found, nats, is_first = {}, {}, jax.process_index() == 0
   for path, text in texts.items():
     scores = run.score(text, **size, progress=True)
-    found[path] = metrics.for_json(scores)
+    found[path], nats[path] = metrics.for_json(scores), scores["nats_per_token"]
     if is_first:
       print(f"{path}, by {given.torch_checkpoint or f'step {run.step}'}:")
       print(run_lib.table(scores))
@@ -108,3 +109,4 @@ def _score_texts(run, texts: Mapping[str, str], given) -> None:
   if given.out and is_first:
     content = {"step": run.step, **size, "texts": found}
     files.write_json(Path(given.out, f"scores_of_texts_{run.step}.json"), content)
+  command_line.exit_unless_finite(**nats)

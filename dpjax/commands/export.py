@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help=about)
   about = "checkpoint to export; default: the best by validation"
   parser.add_argument("--step", type=int, help=about)
-  parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+  about = "float32 or bfloat16; default: float32, or that of an exported RUN"
+  parser.add_argument("--dtype", default="", help=about)
   about = "the Hub's name of the model's licence, such as cc-by-4.0, for the model card"
   parser.add_argument("--license", default="", help=about)
   about = "make a private model at the Hub, for which HF_TOKEN or `hf auth login` gives the token"

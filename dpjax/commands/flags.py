@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import logging as std_logging
+import math
 import os
 import re
 import socket
@@ -69,6 +70,13 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
     check_platform()
     _set_compilation_cache()
     main(argv)
+
+
+def exit_unless_finite(**nats: float) -> None:
+  """Ends with status 1 if the nats per token of a text are not finite: all scores are then none."""
+  for name, value in nats.items():
+    if not math.isfinite(value):
+      sys.exit(f"{name}: expected finite scores, got {value} nats per token")
 
 
 @contextlib.contextmanager

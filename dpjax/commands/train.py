@@ -60,6 +60,7 @@ def _train(given) -> None:
       text = f"(none: sample.{error})"
     if is_first:
       print(f"\nA sample:\n{text}")
+  command_line.exit_unless_finite(test=scores["nats_per_token"])
 
 
 def _parse_profile(text: str | None) -> tuple[int, int] | None:

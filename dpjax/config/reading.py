@@ -1,7 +1,9 @@
 """Reads configurations: of experiments, by name or by file, and of runs."""
 
 import contextlib
+import hashlib
 import importlib.machinery
+import json
 import os
 import runpy
 import sys
@@ -26,6 +28,7 @@ FREE_KEYS = tuple(
   train.checkpoint_every_steps train.eval_every_ train.keep_checkpoints train.log_every_steps
   train.median_every_steps train.parameters train.patience eval. sample.""".split()
 )
+CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
 FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
@@ -64,7 +67,7 @@ def load(experiment: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
-  except Exception as error:  # A program of the user's, with errors of any type.
+  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
     message = " ".join(str(error).split())
     if not isinstance(error, UserError):
       expected = "expected a Python file whose get_config() gives a ConfigDict"
@@ -110,11 +113,19 @@ def from_dict(settings: Mapping) -> ConfigDict:
   return config
 
 
+def digest(settings: Mapping) -> str:
+  """SHA-256 of settings, whatever the white space between them."""
+  return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 def read_settings(path: Path) -> dict:
-  """The settings in a file of a run; a `UserError` if it cannot be read."""
+  """The settings in a file of a run; a `UserError` if it cannot be read or was changed."""
   try:
     if not isinstance(content := files.load_json(path), dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
+    sums = content.pop(CHECKSUMS, None)  # of an exported run
+    if sums is not None and (not isinstance(sums, dict) or sums.get(path.name) != digest(content)):
+      raise UserError("others than were exported")
     return content
   except (OSError, ValueError) as error:
     raise UserError(f"workdir: expected a readable {path}, got: {error}") from error

@@ -196,6 +196,8 @@ def tokenize(
         raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
     (partial / files.PROGRESS).unlink(missing_ok=True)
+    for _ in files.left_beside(partial / files.PROGRESS):
+      pass
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
   files.build_once(folder, inputs, build)

@@ -178,6 +178,7 @@ def _scores(run: Any) -> Iterator[tuple[str, str, float]]:
   """The split, name and value of each score in a run's folder."""
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
     content = files.read_json(path)
-    for name, value in content.get("scores", {}).items():
-      if value is not None:
-        yield content["split"], name, value
+    split, scores = content.get("split"), content.get("scores")
+    for name, value in scores.items() if isinstance(scores, dict) else ():
+      if isinstance(split, str) and type(value) in (int, float) and math.isfinite(value):
+        yield split, name, value

@@ -1,6 +1,7 @@
 """Exports a trained run as a small folder for others to load.
 
-  config.json           the settings, as given; frozen.json those of a model that boundaries use
+  config.json           the settings, as given, and SHA-256 of themselves and of each file below
+                        but the card; frozen.json has those of a model that boundaries use
   boundaries.json       the settings of boundaries that know tokens by their ids, with these
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
@@ -9,6 +10,7 @@
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
 
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from dpjax import files, hub
+from dpjax.config import reading
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
@@ -31,12 +34,14 @@ from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
+_PARTIAL, _MOVES = ".partial", "moves"  # an unfinished folder, and its file once it is moved
+_log = logging.getLogger(__name__)
 
 
 def save(
   run: Any,
   folder: str | Path,
-  dtype: str = "float32",
+  dtype: str = "",
   *,
   license: str = "",
   private: bool = False,
@@ -47,17 +52,23 @@ def save(
     run: a `Run`.
     folder: the folder; or the model at the Hugging Face Hub, "hf://OWNER/NAME" or
       "hf://OWNER/NAME@BRANCH", which is made if missing.
-    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
+    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
+      where that keeps every bit, as of an export in bfloat16, or else float32.
     license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
     private: whether a model at the Hub is private.
 
   Raises:
     ValueError: the folder is not empty or cannot be written, the run has none, or no such dtype.
   """
-  if dtype not in DTYPES:
+  if dtype not in ("", *DTYPES):
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
+  if not dtype:
+    keeps = [
+      bool((x.astype("bfloat16").astype(x.dtype) == x).all()) for x in jax.tree.leaves(run.params)
+    ]
+    dtype = "bfloat16" if all(keeps) else "float32"
   if hub.is_address(folder):
     address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,28 +78,44 @@ def save(
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
+  inside = folder / folder.name
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):
+    _remove(left.with_suffix(_PARTIAL), folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
   is_there = folder.exists()
-  partial = (folder if is_there else folder.parent) / f"{folder.name}.{os.getpid()}.partial"
   try:
-    partial.mkdir(parents=True)
-    _write(run, partial, folder.name, dtype, license)
-    if is_there:
-      for path in sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS):
-        os.replace(path, folder / path.name)
-    else:
-      os.replace(partial, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.temporary(inside if is_there else folder) as lock:
+      partial = Path(lock.name).with_suffix(_PARTIAL)
+      try:
+        partial.mkdir()
+        _write(run, partial, folder.name, dtype, license)
+        if is_there:
+          paths = sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS)
+          (partial / _MOVES).touch()
+          for path in paths:
+            os.replace(path, folder / path.name)
+        else:
+          os.replace(partial, folder)
+      finally:
+        _remove(partial, folder)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(partial: Path, folder: Path) -> None:
+  """Removes what was not finished, and what of it was moved into a folder that had been empty."""
+  if (partial / _MOVES).exists() and not workdir_lib.is_exported(folder):
+    for path in (folder / name for name in {Path(x).parts[0] for x in workdir_lib.EXPORTED}):
+      if not (partial / path.name).exists():
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+  shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
-  files.write_json(folder / "config.json", workdir_lib.read_config(run.workdir).to_dict())
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())
   if "space_ids" in run.config.model.boundaries:
@@ -107,21 +134,37 @@ def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None
   (folder / "README.md").write_text(text, encoding="utf-8")
   # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)
+  settings = workdir_lib.read_config(run.workdir).to_dict()
+  written = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
+  sums = {name: files.checksum(folder / name) for name in written}
+  sums["config.json"] = reading.digest(settings)
+  files.write_json(folder / "config.json", {**settings, reading.CHECKSUMS: sums})
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
   """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
-  A `UserError` if the file is damaged, or of another model, or of another step than `step`.
+  A `UserError` if the file is damaged, or of another model, dtype or step than `step`. An export
+  without checksums, of a version before these, is read with a warning.
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
   if not path.is_file():  # A pipe would never end.
     raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
+  if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
+    _log.warning("%s: an export with no checksums, in which damage is not noticed", folder)
   try:
     with safe_open(path, "flax") as file:
-      found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+      found = {}
+      for name in file.keys():
+        part = file.get_slice(name)
+        found[name] = tuple(part.get_shape())
+        if part.get_dtype() not in ("F32", "BF16"):
+          wanted = f"expected arrays of {' or '.join(DTYPES)}"
+          raise UserError(f"{path}: {wanted}, got {name} of {part.get_dtype()}")
       at = int((file.metadata() or {}).get("step", 0))
+      if at < 0:
+        raise ValueError(f"step {at}")
       if step not in (None, at):
         raise UserError(f"step: expected None or {at} of an exported run, got {step}")
       message = f"{path}: expected parameters of this model, got others"

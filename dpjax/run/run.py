@@ -232,7 +232,7 @@ class Run:
     self,
     folder: str | Path,
     *,
-    dtype: str = "float32",
+    dtype: str = "",
     license: str = "",
     private: bool = False,
   ) -> None:
@@ -240,7 +240,8 @@ class Run:
 
     Args:
       folder: a new or empty folder, or "hf://OWNER/NAME" or "hf://OWNER/NAME@BRANCH".
-      dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size.
+      dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
+        where that keeps every bit, as of an export in bfloat16, or else float32.
       license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
       private: whether a model at the Hub is private.
 

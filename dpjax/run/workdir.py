@@ -18,22 +18,24 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import hub, registry
+from dpjax import files, hub, registry
 from dpjax.config import ConfigDict, reading, sections
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
-# The files of an exported run; the first four are in each.
+# The files of an exported run; the first four are in each. Its users may change the card.
 _EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
-EXPORTED = (*_EACH, "README.md", "frozen.json", "boundaries.json", "data/unigram.model")
+CHECKED = (*_EACH[1:], "frozen.json", "boundaries.json", "data/unigram.model")
+EXPORTED = ("config.json", "README.md", *CHECKED)
 # How the names begin of what training writes into the folder, with any endings.
 _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 
@@ -41,15 +43,31 @@ _OWN = r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|
 def find(place: str | Path) -> Path:
   """The folder of a run, with ~ expanded; that of a model hf://OWNER/NAME[@REVISION] is downloaded.
 
-  A `UserError` if the model cannot be read, or is not of dpjax.
+  A `UserError` if the model cannot be read, is not of dpjax, or its small files have changed.
   """
   if not hub.is_address(place):
-    return Path(os.path.expanduser(place))
-  folder = hub.download(str(place), EXPORTED)
-  if missing := [name for name in _EACH if not (folder / name).exists()]:
-    expected = "expected a model that dpjax exported"
-    raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
+    folder = Path(os.path.expanduser(place))
+  else:
+    folder = hub.download(str(place), EXPORTED)
+    if missing := [name for name in _EACH if not (folder / name).exists()]:
+      hub.check_fetched(str(place), missing)
+      expected = "expected a model that dpjax exported"
+      raise UserError(f"{place}: {expected}, got a repository without {', '.join(missing)}")
+  if is_exported(folder):
+    check_exported(folder, *CHECKED[1:])
   return folder
+
+
+def check_exported(folder: Path, *names: str) -> bool:
+  """Whether an exported run has checksums; a `UserError` if those of the files `names` differ."""
+  sums = files.read_json(folder / "config.json").get(reading.CHECKSUMS)
+  if not isinstance(sums, dict):
+    return False
+  for path, expected in [(folder / name, sums[name]) for name in names if name in sums]:
+    if not path.exists() or files.checksum(path) != expected:
+      got = "another" if path.exists() else "none"
+      raise UserError(f"{path}: expected the file as it was exported, got {got}")
+  return True
 
 
 @contextlib.contextmanager
@@ -57,31 +75,36 @@ def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
   A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
-  link leads out of it, or its disk becomes full.
+  link leads out of it, its disk becomes full, or it is removed.
   """
   if is_exported(workdir):
     hint = "to train on, take a new workdir and it as train.initial_run"
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
-    on_first_process(lambda: _lock(workdir, stack))
+    opened: list[Any] = []
+    on_first_process(lambda: _lock(workdir, stack, opened))
     try:
       yield
-    except OSError as error:  # Writing to an open file names none.
-      if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise not_writable("workdir", workdir, error) from error
+    except Exception as error:
+      for file in opened:
+        files.check_there(file, workdir / "lock")
+      if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is None:  # as of writing to an open file
+          raise not_writable("workdir", workdir, error) from error
       raise
 
 
-def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
+def _lock(workdir: Path, stack: contextlib.ExitStack, opened: list[Any]) -> None:
   try:
     str(workdir).encode()
   except UnicodeEncodeError:  # which the writer of checkpoints cannot take
     raise UserError(f"workdir: expected a name in UTF-8, got {str(workdir)!r}") from None
   try:
-    _check_links(workdir)
+    _check_files(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context((workdir / "lock").open("a+", encoding="utf-8"))
+    file = stack.enter_context(files.open_plain(workdir / "lock", "a+", encoding="utf-8"))
+    opened.append(file)
   except OSError as error:
     raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
@@ -95,12 +118,14 @@ def _lock(workdir: Path, stack: contextlib.ExitStack) -> None:
     file.flush()
 
 
-def _check_links(workdir: Path) -> None:
-  """A `UserError` if training could write over a file outside of the folder."""
+def _check_files(workdir: Path) -> None:
+  """A `UserError` if training could write over a file outside of the folder, or wait for a pipe."""
   if not workdir.is_dir():
     return
   own = [entry for entry in workdir.iterdir() if re.match(_OWN, entry.name)]
   for path in [*own, *(inner for entry in own for inner in entry.rglob("*"))]:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+      raise UserError(f"{path}: expected a plain file, got a device or a pipe")
     target = Path(os.path.realpath(path))  # also of a loop
     if path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
       raise UserError(
@@ -113,7 +138,8 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
   """Whether training resumes a run; a `UserError` if that has other settings."""
   path = workdir / "config.json"
   if not path.exists():
-    if (workdir / "checkpoints").exists():
+    saved = (workdir / "checkpoints").glob("*")
+    if not all(".orbax-checkpoint-tmp" in path.name for path in saved):
       raise UserError(
         f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
         "checkpoints and no config.json"

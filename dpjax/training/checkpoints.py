@@ -1,8 +1,8 @@
 """Checkpoints: written completely or not at all, and checked when read."""
 
+import asyncio
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
+from dpjax import files
 from dpjax.errors import UserError, not_writable
 from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
@@ -29,14 +30,39 @@ FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before
 _log = logging.getLogger(__name__)
 
 
-def _is_news(line: logging.LogRecord) -> bool:
-  """False for the errors of Orbax: it logs each that it raises, and asyncio those of its tasks."""
-  error = line.exc_info and line.exc_info[1]
-  return not (error and re.search("orbax|tensorstore", f"{line.pathname} {error}"))
+@contextlib.contextmanager
+def _without_repetition() -> Iterator[None]:
+  """Lets what Orbax raises be heard once: it also logs it, and its other tasks print theirs."""
+  make, logger = asyncio.new_event_loop, logging.getLogger("absl")
 
+  def is_news(line: logging.LogRecord) -> bool:
+    error = line.exc_info and line.exc_info[1]
+    return not (error and re.search("orbax|tensorstore", f"{line.pathname} {error}"))
 
-for logger in ("absl", "asyncio"):
-  logging.getLogger(logger).addFilter(_is_news)
+  async def finish() -> None:
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+      await asyncio.wait(tasks, timeout=10)
+
+  def new_event_loop() -> asyncio.AbstractEventLoop:
+    loop = make()
+    close = loop.close
+
+    def close_at_end() -> None:
+      # Orbax closes it at the first error; each other one would print that it is closed.
+      if not (loop.is_closed() or loop.is_running()):
+        loop.run_until_complete(finish())
+      close()
+
+    loop.close = close_at_end
+    return loop
+
+  logger.addFilter(is_news)
+  asyncio.new_event_loop = new_event_loop
+  try:
+    yield
+  finally:
+    asyncio.new_event_loop = make
+    logger.removeFilter(is_news)
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -49,19 +75,22 @@ class Checkpoints(contextlib.AbstractContextManager):
   def __init__(self, folder: str | Path, keep: int | None = None):
     self._folder = Path(folder).absolute()
     self._manager: Any = None
+    self._stack = contextlib.ExitStack()
     if keep is not None:
       self._kept = [managers.LatestN(keep), managers.CustomSteps([])]  # `save` knows the best.
       kept = managers.AnyPreservationPolicy(self._kept)
-      options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True)
+      # Where a folder could not be made in the background, threads would wait for it for minutes.
+      made = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+      options = ocp.CheckpointManagerOptions(
+        preservation_policy=kept, cleanup_tmp_directories=True, async_options=made
+      )
       self._manager = ocp.CheckpointManager(self._folder, options=options)
+      self._stack.enter_context(_without_repetition())
 
   def __exit__(self, *_) -> None:
     if self._manager:
-      try:
-        with self._writing() as manager:
-          manager.wait_until_finished()
-      finally:
-        self._manager.close()
+      with self._stack, contextlib.closing(self._manager), self._writing() as manager:
+        manager.wait_until_finished()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
@@ -72,7 +101,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     paths = find_complete(self._folder)
     for path in paths:
       with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        step = json.loads((path / "meta" / "metadata").read_bytes())["best"]["step"]
+        step = files.load_json(path / "meta" / "metadata")["best"]["step"]
         return step if any(path.name == str(step) for path in paths) else None
     return None
 
@@ -197,8 +226,8 @@ def fingerprints(tree: Any) -> list[jax.Array]:
     if jnp.iscomplexobj(array):
       array = jnp.stack([array.real, array.imag])
     info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
-    bits = jnp.dtype(f"uint{info(array.dtype).bits}")
-    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32)
+    bits = jnp.dtype(f"uint{min(32, info(array.dtype).bits)}")  # of 64 bits, two words
+    words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32).ravel()
     places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return jnp.sum(words * places, dtype=jnp.uint32)
 
@@ -241,7 +270,8 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
   found: Any = None
   error = None
   try:
-    found = _read_files(path, _storable(target), origin)
+    with _without_repetition():
+      found = _read_files(path, _storable(target), origin)
   except Exception as caught:
     cause = _system_error(caught, path, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
     is_damage = cause is None and not isinstance(caught, (UserError, MemoryError, RuntimeError))
@@ -261,8 +291,13 @@ def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, di
 
 def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
   """The tree, the meta and the saved fingerprints, read by this process alone."""
+  metadata = path / "meta" / "metadata"
+  for file in path.rglob("*"):
+    # For others, Orbax could wait.
+    if not (file.is_file() or file.is_dir() and not file.is_symlink() and file != metadata):
+      raise ValueError(f"{file} is no plain file")
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
-  meta = dict(ocp.JsonCheckpointHandler().restore(path / "meta"))
+  meta = dict(files.load_json(metadata))
   if meta["format"] > FORMAT:
     raise UserError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "

@@ -256,6 +256,7 @@ def fit(
       if is_best or at_end or is_due:
         kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen}
         kept |= {"ended": num_steps} if is_enough else {}
+        reporter.check_there()  # Orbax would make the folder again.
         saved.save(state, kept, origin=origin)
       if at_end and number is None:
         break

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from dpjax import files
 from dpjax.training import metrics
 from dpjax.training.profiling import Utilisation
 
@@ -45,7 +46,7 @@ class Reporter(contextlib.AbstractContextManager):
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
-      self._file = path.open("a", encoding="utf-8")
+      self._file = files.open_plain(path, "a", encoding="utf-8")
       self._tensorboard = SummaryWriter(str(Path(workdir) / "tensorboard"), purge_step=step + 1)
 
   def __exit__(self, *_) -> None:
@@ -72,7 +73,8 @@ class Reporter(contextlib.AbstractContextManager):
     return float(np.median(known)), len(known)
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
-    """Writes scores of a split at a step to the files."""
+    """Writes scores of a split at a step to the files; a `UserError` if their folder is gone."""
+    self.check_there()
     curves = {name: x for name, x in scores.items() if name not in _NO_CURVES}
     self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
     if not self._is_first:
@@ -89,6 +91,11 @@ class Reporter(contextlib.AbstractContextManager):
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
+  def check_there(self) -> None:
+    """A `UserError` if the run's folder was removed or moved."""
+    if self._is_first:
+      files.check_there(self._losses, Path(self._losses.name))
+
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
     """The reports since the last call, each with its step."""
     new, self._new = self._new, []
@@ -102,7 +109,7 @@ class Reporter(contextlib.AbstractContextManager):
 
 def _open_losses(path: Path, step: int):
   """The file with the losses of `step` updates, unbuffered: they outlive a kill."""
-  file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+  file = files.open_plain(path, "r+b" if path.exists() else "w+b", buffering=0)
   known = file.seek(0, os.SEEK_END) // 4
   file.truncate(4 * min(known, step))
   file.seek(0, os.SEEK_END)
@@ -111,15 +118,17 @@ def _open_losses(path: Path, step: int):
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-  lines = path.read_bytes().split(b"\n") if path.exists() else []
+  lines = []
+  if path.exists():
+    with files.open_plain(path) as file:
+      lines = file.read().split(b"\n")
   known = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
   if damaged := [line for line, found in known if found is None]:
-    with path.with_name(path.name + ".damaged").open("ab") as file:
+    with files.open_plain(path.with_name(path.name + ".damaged"), "ab") as file:
       file.writelines(damaged)
   kept = [line for line, found in known if found is not None and found <= step]
-  temporary = path.with_suffix(".tmp")
-  temporary.write_bytes(b"".join(kept))
-  os.replace(temporary, path)
+  with files.replacing_file(path) as file:
+    file.writelines(kept)
 
 
 def _step_of(line: bytes) -> int | None:

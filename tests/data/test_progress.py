@@ -78,6 +78,7 @@ def test_it_goes_on_where_it_was_stopped(
         break
     assert (tmp_path / "parts.partial" / files.PROGRESS).exists()
     assert not (tmp_path / "parts").exists()
+    (tmp_path / "parts.partial" / f"{files.PROGRESS}.{'7' * 16}.tmp").touch()  # of a killed process
   assert 5 < number < 49 and len(all_parts) > 300
   assert content(tmp_path / "parts") == whole
   assert not (tmp_path / "parts.partial").exists()

@@ -2,13 +2,19 @@
 
 import errno
 import json
+import logging
 import os
+import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -17,6 +23,7 @@ from dpjax.errors import UserError
 from dpjax.training import checkpoints, sharding
 from dpjax.training.checkpoints import Checkpoints
 from dpjax.training.step import TrainState
+from tests import helpers
 
 
 def make_state(step: int) -> TrainState:
@@ -249,6 +256,26 @@ def test_fingerprints_notice_a_bit_and_a_swap():
   assert len({*found}) == 4 and found[0] == found[-1]
 
 
+def test_fingerprints_read_all_bits_of_every_dtype():
+  with jax.enable_x64(True):
+    for dtype in (
+      "float64",
+      "int64",
+      "uint64",
+      "complex128",
+      "float32",
+      "bfloat16",
+      "int4",
+      "bool",
+    ):
+      bits = np.zeros(7 * jnp.dtype(dtype).itemsize, np.uint8)
+      arrays = [bits.copy() for _ in range(len(bits) + 1)]
+      for place, array in enumerate(arrays[1:]):
+        array[place] = 1
+      found = [int(checkpoints.fingerprints(jnp.asarray(x.view(dtype)))[0]) for x in arrays]
+      assert len({*found}) == len(found), dtype
+
+
 def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, capfd, caplog):
   resource = pytest.importorskip("resource")
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -265,3 +292,68 @@ def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, c
   assert not [record for record in caplog.records if record.exc_info]
   assert not [*folder.glob("*tmp*")]
   assert restored_step(folder) == 7
+
+
+ALONE = """
+import errno, os, sys
+import jax
+from pathlib import Path
+from dpjax.errors import exit_on_user_error
+from dpjax.training.checkpoints import Checkpoints
+from tests.training.test_checkpoints import abstract, flip_a_bit, make_state
+
+folder, kind, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+mkdir = os.mkdir
+
+def make(path, *rest, **options):
+  global number
+  number -= "7.orbax" in str(path)
+  if number < 0:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+  mkdir(path, *rest, **options)
+
+with exit_on_user_error(), Checkpoints(folder, keep=2) as saved:
+  saved.save(make_state(5), {})
+  if kind == "full":
+    saved._manager.wait_until_finished()
+    os.mkdir = make
+  saved.save(make_state(7), {})
+if kind == "damaged":
+  for path in (folder / "7/state/d").iterdir():
+    flip_a_bit(path)
+  with Checkpoints(folder, keep=2) as saved:
+    print(int(saved.restore(abstract())[0].step))
+"""
+
+
+@pytest.mark.parametrize(
+  "kind, number, said",
+  [
+    ("full", 0, "workdir: expected a folder that can be written, got .*No space left"),
+    ("damaged", 99, "5\n.*step 7 is damaged .*; trying the one before"),
+    *(
+      pytest.param("full", i, "workdir: expected .*No space", marks=pytest.mark.slow)
+      for i in (1, 2, 3)
+    ),
+  ],
+)
+def test_a_process_says_what_failed_in_a_line_and_ends(tmp_path, kind, number, said):
+  words = [sys.executable, "-c", ALONE, str(tmp_path), kind, str(number)]
+  environment, begin = helpers.environment(), time.monotonic()
+  done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+  lines = (done.stdout + done.stderr).splitlines()
+  assert len(lines) <= 2 and re.search(said, done.stdout + done.stderr, re.DOTALL), lines
+  assert done.returncode == (kind == "full")
+  assert time.monotonic() - begin < 40  # Most of it are imports on a busy machine.
+  assert not [*tmp_path.glob("*tmp*")]
+
+
+def test_the_logs_of_others_are_left_alone(caplog):
+  """Also while checkpoints are read, and after."""
+  for name in ("absl", "asyncio"):
+    assert not logging.getLogger(name).filters
+    try:
+      raise ValueError("of tensorstore, which the user's program uses, too")
+    except ValueError:
+      logging.getLogger(name).exception("mine")
+  assert len(caplog.records) == 2
