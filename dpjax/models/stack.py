@@ -210,6 +210,19 @@ class Stack:
     return Pattern(self.make_blocks, self.num_layers, name=name)
 
 
+def is_stacked(params: Any) -> Any:
+  """Whether the first axis of each array counts the layers of a `Stack`: a tree of bools."""
+  kernel = "feed_forward/hidden/kernel"  # of every block: [D, F], or [num_layers, D, F]
+
+  def is_of_stack(path, x):
+    return x.ndim == 3 and jax.tree_util.keystr(path[-3:], simple=True, separator="/") == kernel
+
+  stacks = {path[:-3] for path, x in jax.tree.leaves_with_path(params) if is_of_stack(path, x)}
+  return jax.tree.map_with_path(
+    lambda path, _: any(path[:i] in stacks for i in range(len(path))), params
+  )
+
+
 def _own_positions(shared: Any, block: Any) -> Any:
   """The shared positions for a block whose mixer takes them, else None."""
   has_own = shared is not None and hasattr(block.make_mixer(parent=None), "make_positions")
