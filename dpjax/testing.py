@@ -81,7 +81,7 @@ class _LayersInTurn(nn.Module):
 
   @nn.compact
   def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None) -> Any:
-    check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    inputs = check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
     sharing = [x for x in self.stack.make_mixers() if hasattr(x, "make_positions")]
     positions = sharing[0].make_positions()(name="positions") if sharing else None
     named: dict[str, Any] = dict(name="layers", positions=positions)
@@ -296,27 +296,32 @@ def _gradients(case: _Case) -> None:
 def _chunks(case: _Case) -> None:
   """With a cache, chunks of any size, with padding, give the same outputs as whole rows.
 
-  Look at whether padding enters the cache (`lengths`; 0 is a length, too), and at the shapes and
-  dtypes of the cache, which must stay.
+  Look at whether padding enters the cache (`lengths`; 0 is a length, too), at the shapes and
+  dtypes of the cache, which must stay, and at chunks longer than `max_length`, unless the class
+  says `is_endless = False`.
   """
   if not _has(case, "has_cache"):
     return
   module, inputs = case(), case.draw()
   step = jax.jit(case.with_params(module))
-  whole, cache, seen = step(inputs), module.init_cache(_BATCH, case.width), [0] * _BATCH
-  kind = jax.tree.map(jax.typeof, cache)
-  for size, lengths in _CHUNKS:
-    chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
-    for row, length in enumerate(lengths):
-      chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
-    output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
-    _expect(np.isfinite(output).all(), "an output is not finite")
-    after = jax.tree.map(jax.typeof, cache)
-    _expect(after == kind, f"expected a cache {kind}, got {after}")
-    for row, length in enumerate(lengths):
-      expected = whole[row, seen[row] :][:length]
-      _close(output[row, :length], expected, f"row {row} from position {seen[row]} on")
-      seen[row] += length
+  whole, plans = step(inputs), [_CHUNKS]
+  if all(getattr(mixer, "is_endless", True) for mixer in _mixers(module)):
+    plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
+  for plan in plans:
+    cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
+    kind = jax.tree.map(jax.typeof, cache)
+    for size, lengths in plan:
+      chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
+      for row, length in enumerate(lengths):
+        chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
+      output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
+      _expect(np.isfinite(output).all(), "an output is not finite")
+      after = jax.tree.map(jax.typeof, cache)
+      _expect(after == kind, f"expected a cache {kind}, got {after}")
+      for row, length in enumerate(lengths):
+        expected = whole[row, seen[row] :][:length]
+        _close(output[row, :length], expected, f"row {row} from position {seen[row]} on")
+        seen[row] += length
 
 
 def _tokens(case: _Case) -> None:
@@ -393,13 +398,15 @@ def _documents(case: _Case) -> None:
 def _has(case: _Case, name: str) -> bool:
   """Whether the mixer has a cache or takes `is_start`, which `check_mixer` must be told."""
   method = "init_cache" if name == "has_cache" else "__call__"
-  module = case()
-  mixers = module.stack.make_mixers() if isinstance(module, _LayersInTurn) else [module]
   has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
-  found = all(map(has, mixers))
+  found = all(map(has, _mixers(case())))
   given = getattr(case, name)
   _expect(found == given, f"{name}: expected {found}, as the mixer's `{method}`, got {given}")
   return found
+
+
+def _mixers(module: Any) -> list[Any]:
+  return module.stack.make_mixers() if isinstance(module, _LayersInTurn) else [module]
 
 
 RELATIONS: dict[str, Callable[[_Case], None]] = {
