@@ -20,7 +20,9 @@ TOLD = [
   (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^memory: .*RESOURCE_EXHAUSTED"),
   (lambda: [0] * 2**59, "^memory: expected enough of it, got: .+ train.batch_size"),
 ]
-SETTINGS = "train.clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
+SETTINGS = (
+  "train.clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
+)
 RAISED = [
   (lambda: jnp.ones((2, 3)).reshape(5), (TypeError, ValueError)),
   (lambda: os.close(10**6), OSError),  # which names no file
