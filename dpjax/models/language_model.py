@@ -129,7 +129,7 @@ class LanguageModel(nn.Module):
       if is_start is not None:
         raise ValueError("is_start: expected none with a cache, got some")
       checks.record(
-        "cache", cache, LanguageModelCache, dict(B=len(tokens)), length=("B", jnp.int32)
+        "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
       )
     sizes = self.vocab_size, self.width, self.max_length
     embedding = embeddings.TokenAndPosition(

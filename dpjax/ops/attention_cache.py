@@ -174,7 +174,8 @@ def relative_attention_cached(
     all_keys, all_values = [cache.keys, own_keys], [cache.values, own_values]
     age_bm = (cache.length[:, None] - 1 - place_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
-    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], (len(token_bc), chunk, chunk))
+    shape = token_bc.shape[0], chunk, chunk
+    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], shape)
     distance_bcn = jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
     cache = _append_last(keys, values, cache, token_bc % max_length, lengths)
   q_bche = queries + content_bias[None, None]

@@ -111,7 +111,7 @@ def spacelike_boundaries(
   )
   ends_bt = _is_in(tokens, end_ids)
   if previous is None:
-    previous = jnp.zeros(len(tokens), bool)
+    previous = jnp.zeros(tokens.shape[0], bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
   if is_start is not None:
     before_bt &= ~is_start.astype(bool)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, export
 
 FLOATS, INTEGERS, BOOLEANS = "floats", "integers", "booleans"
 NUMBERS, ANY = "real numbers", "numbers"
@@ -230,7 +230,7 @@ def shape(value: Any) -> tuple[int, int]:
   """Checks that the argument `shape` is (B, T)."""
   if not isinstance(value, Sequence | np.ndarray) or len(value) != 2:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
-  batch, length = (integer("shape", size, 0) for size in value)
+  batch, length = (x if export.is_symbolic_dim(x) else integer("shape", x, 0) for x in value)
   return batch, length
 
 

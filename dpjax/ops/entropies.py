@@ -110,12 +110,12 @@ def entropy_threshold(
   entropies, is_start = _check(entropies, is_start)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   if previous is None:
-    rows = len(h_bt)
+    rows = h_bt.shape[0]
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
   elif not isinstance(previous, tuple | list) or len(previous) != 2:
     raise ValueError(f"previous: expected an entropy and a boundary, got {previous!r}")
   entropy, boundary = (
-    checks.array("previous", x, "B", kind, B=len(h_bt))
+    checks.array("previous", x, "B", kind, B=h_bt.shape[0])
     for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
   )
   before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
