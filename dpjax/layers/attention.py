@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
+    sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
     inputs = mixer.check_input(
       inputs, is_start=is_start, cache=cache, is_endless=self.is_endless, **sizes
     )
@@ -186,7 +186,7 @@ class RelativeAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
-    limits = dict(max_length=self.max_length, num_heads=self.num_heads)
+    limits: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
     inputs = mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length

@@ -226,7 +226,7 @@ def ids(name: str, values: Any, expected: str = "token ids") -> tuple[int, ...]:
   return tuple(map(int, found))
 
 
-def shape(value: Any) -> tuple[int, int]:
+def shape(value: Any) -> tuple[Any, Any]:
   """Checks that the argument `shape` is (B, T)."""
   if not isinstance(value, Sequence | np.ndarray) or len(value) != 2:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
