@@ -25,9 +25,21 @@ def unknown(key: str, known: Iterable[str], got: Any, note: str = "") -> UserErr
 
 
 def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserError:
-  """The error for a setting that does not exist; it names the nearest one that does."""
-  near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
-  hint = f"; the nearest known is {near[0]}" if near else ""
+  """The error for a setting that does not exist; it names the nearest ones that do.
+
+  These are up to three whose initials have the letters in order, as `learning_rate` has those of
+  `lr`, or one of a similar name.
+  """
+
+  def abbreviates(name: str) -> bool:
+    initials = iter([word[:1] for word in name.rpartition(".")[2].split("_")])
+    return all(letter in initials for letter in key.rpartition(".")[2])
+
+  known = list(known)
+  near = difflib.get_close_matches(key, filter(abbreviates, known), n=3, cutoff=0.0)
+  near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+  verb = "are" if len(near) > 1 else "is"
+  hint = f"; the nearest known {verb} {', '.join(near)}" if near else ""
   expected = f"a setting of {owner}" if owner else "a known setting"
   return UserError(f"{key}: expected {expected}, got an unknown one{hint}")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax.errors import Interrupted, UserError, exit_on_user_error
+from dpjax.errors import Interrupted, UserError, exit_on_user_error, unknown_setting
 from tests import helpers
 
 TOLD = [
@@ -20,6 +20,9 @@ TOLD = [
   (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^memory: .*RESOURCE_EXHAUSTED"),
   (lambda: [0] * 2**59, "^memory: expected enough of it, got: .+ train.batch_size"),
 ]
+SETTINGS = (
+  "train.clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
+)
 RAISED = [
   (lambda: jnp.ones((2, 3)).reshape(5), (TypeError, ValueError)),
   (lambda: os.close(10**6), OSError),  # which names no file
@@ -36,6 +39,22 @@ def test_what_a_user_can_correct_is_one_line(fail, message, monkeypatch):
   with pytest.raises(Exception) as error, exit_on_user_error():
     fail()
   assert not isinstance(error.value, SystemExit)
+
+
+@pytest.mark.parametrize(
+  "key, nearest",
+  [
+    ("train.lr", "is train.learning_rate"),
+    ("lr", "is train.learning_rate"),
+    ("train.l", "are train.learning_rate, train.log_every_steps, sample.length"),
+    ("train.ls", "is train.log_every_steps"),
+    ("model.layers", "is model.num_layers"),
+    ("train.learning_rat", "is train.learning_rate"),
+  ],
+)
+def test_an_unknown_setting_may_be_an_abbreviation(key, nearest):
+  error = unknown_setting(key, SETTINGS.split())
+  assert str(error).endswith(f"; the nearest known {nearest}")
 
 
 @pytest.mark.parametrize("fail, kind", RAISED)

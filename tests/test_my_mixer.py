@@ -92,7 +92,7 @@ def gives_float32(module, call, x, **options):
 
 BROKEN = [
   ("causality", peeks_ahead, "an output depends on later inputs"),
-  ("causality", sees_two, "output t .row. depends on input s"),
+  ("causality", sees_two, "an output depends on 2 positions, expected 11"),
   ("causality", centres_the_batch, "an output depends on another row"),
   ("lengths", divides_by_the_length, "T = 1"),
   ("lengths", learns_a_row_for_each_position, "ScopeParamShapeError"),
@@ -129,7 +129,7 @@ def test_a_breakage_is_known_of_every_relation():
 
 
 def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
-  with pytest.raises(AssertionError, match="(?s)^causality: .*output t .row. depends"):
+  with pytest.raises(AssertionError, match="(?s)^causality: .*on 11 positions, expected 10"):
     testing.check_mixer(min_gru, reach=10)
   with pytest.raises(AssertionError, match="(?s)^chunks: .*has_cache: expected True"):
     testing.check_mixer(min_gru, has_cache=False, relations=["chunks"])
@@ -159,9 +159,69 @@ def test_a_mixer_without_a_cache_is_checked_without_it():
     testing.check_mixer(Decay, reach=2, relations=["tokens"])
   with pytest.raises(AssertionError, match="(?s)^documents: .*takes_is_start: expected False"):
     testing.check_mixer(Decay, reach=2, relations=["documents"])
-  message = "(?s)an\nargument of `check_mixer`: a field of that name .*output t"
+  message = "(?s)an\nargument of `check_mixer`: a field of that name .*on 2 positions, expected 11"
   with pytest.raises(AssertionError, match=message):
     testing.check_mixer(Decay, relations=["causality"])
+
+
+class RGLRU(nn.Module):
+  """A recurrence whose rate is exp(-8 softplus(p) r); its parameters p begin near 0.9 to 0.999.
+
+    h_t = a_t h_{t-1} + sqrt(1 - a_t**2) i_t x_t,  a_t = exp(-8 softplus(p) r_t)
+
+  with r_t = sigmoid(W_r x_t + b_r) and i_t = sigmoid(W_i x_t + b_i).
+
+  Source: De et al. 2024, arXiv:2402.19427, Sec. 2.4.
+  """
+
+  max_length: int
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None):
+    inputs = layers.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    batch, length, width = inputs.shape
+    x_btd = inputs.astype(jnp.float32)
+    r_btd, i_btd = (nn.sigmoid(nn.Dense(width, name=name)(x_btd)) for name in ("decay", "input"))
+
+    def init(key, shape):
+      rates = jax.random.uniform(key, shape, minval=0.9, maxval=0.999)
+      return jnp.log(jnp.expm1(-jnp.log(rates) / 8))
+
+    a_btd = jnp.exp(-8 * nn.softplus(self.param("rate", init, (1, 1, width))) * r_btd)
+    v_btd = jnp.sqrt(1 - a_btd**2) * i_btd * x_btd
+    if lengths is not None:
+      is_real = (jnp.arange(length)[None] < lengths[:, None])[..., None]
+      a_btd, v_btd = jnp.where(is_real, a_btd, 1), jnp.where(is_real, v_btd, 0)
+    if is_start is not None:
+      a_btd = jnp.where(is_start[..., None] > 0, 0, a_btd)
+
+    def step(h_bd, now):
+      h_bd = now[0] * h_bd + now[1]
+      return h_bd, h_bd
+
+    state = self.init_cache(batch, width) if cache is None else cache
+    state, h_tbd = jax.lax.scan(step, state, (a_btd.swapaxes(0, 1), v_btd.swapaxes(0, 1)))
+    y_btd = h_tbd.swapaxes(0, 1).astype(inputs.dtype)
+    return y_btd if cache is None else (y_btd, state)
+
+  def init_cache(self, batch, width):
+    return jnp.zeros((batch, width), jnp.float32)
+
+
+def test_right_mixers_are_taken():
+  testing.check_mixer(RGLRU)
+
+  class Gaps(Decay):
+    """Reads the positions t and t - 4, by a kernel that begins as zeros."""
+
+    @nn.compact
+    def __call__(self, inputs, *, deterministic=True):
+      inputs = layers.check_input(inputs, max_length=self.max_length)
+      past = jnp.pad(inputs, ((0, 0), (4, 0), (0, 0)))[:, : inputs.shape[1]]
+      zeros = nn.initializers.zeros
+      return nn.Dense(inputs.shape[2], kernel_init=zeros, dtype=inputs.dtype)(inputs + past)
+
+  testing.check_mixer(Gaps, reach=5, has_cache=False, takes_is_start=False)
 
 
 @pytest.mark.slow

@@ -134,6 +134,13 @@ def test_generate_prints_samples(workdir, capsys):
   assert re.fullmatch(times, printed.err)
 
 
+def test_generate_prints_in_the_first_process_alone(workdir, capsys, monkeypatch):
+  monkeypatch.setattr("jax.process_index", lambda: 1)
+  for flags in ([], ["--json"]):
+    assert call("generate", f"--workdir={workdir}", "--length=3", *flags) is None
+  assert [*capsys.readouterr()] == ["", ""]
+
+
 def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkeypatch):
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
   settings = [f"--workdir={workdir}", "--length=11", "--num_samples=2", "--seed=3", "--json"]

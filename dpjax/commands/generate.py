@@ -76,18 +76,23 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
 
 
 def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
+  import jax
+
+  is_first = jax.process_index() == 0
   is_one = settings["num_samples"] == 1
   if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack what a model writes.
     sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
-  if is_text:
+  if is_text and is_first:
     print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
   begin, times, seen = time.perf_counter(), [], []
   for new in pieces:
     times.append(time.perf_counter())
     seen.append(new)
-    if is_text:
+    if is_text and is_first:
       print(new[0].text, end="", flush=True)
+  if not is_first:
+    return
   samples = [
     {
       "text": "".join(piece.text for piece in row),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dpjax.ops.checks import is_known
 
-_COLDEST = 1e-20  # below it, float32 may not hold logits / temperature
+_COLDEST = 1e-20  # below it, as at 0, the largest logit is taken
 
 
 def sample(
@@ -43,9 +43,9 @@ def sample(
     raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
   size = logits.shape[1]
 
-  def cut_to_k(scaled_bv: jax.Array) -> jax.Array:
+  def cut_to_k(logits_bv: jax.Array) -> jax.Array:
     # A token stays if fewer than k come before it.
-    return _cut(scaled_bv, jnp.ones_like(scaled_bv), jnp.asarray(top_k, jnp.float32))
+    return _cut(logits_bv, jnp.ones_like(logits_bv), jnp.asarray(top_k, jnp.float32))
 
   def cut_to_p(scaled_bv: jax.Array) -> jax.Array:
     # A token stays if those before it have not reached top_p: the first always does.
@@ -53,8 +53,12 @@ def sample(
     return _cut(scaled_bv, weights_bv, jnp.asarray(top_p, jnp.float32))
 
   def draw(logits_bv: jax.Array) -> jax.Array:
-    scaled_bv = logits_bv.astype(jnp.float32) / jnp.asarray(temperature, jnp.float32)
-    scaled_bv = jax.lax.cond((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, scaled_bv)
+    x_bv = logits_bv.astype(jnp.float32)
+    x_bv = jax.lax.cond((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, x_bv)
+    # Of large logits, float32 may hold only the differences divided by the temperature.
+    largest_b1 = jnp.max(x_bv, axis=-1, keepdims=True)
+    x_bv -= jnp.where(jnp.isfinite(largest_b1), largest_b1, 0)
+    scaled_bv = x_bv / jnp.asarray(temperature, jnp.float32)
     scaled_bv = jax.lax.cond(top_p < 1, cut_to_p, lambda x: x, scaled_bv)
     # The draws of `jax.random.categorical`, which takes twice the time on a CPU.
     noise_bv = jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)

@@ -61,8 +61,10 @@ class SelfAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
-    mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
+    sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
+    inputs = mixer.check_input(
+      inputs, is_start=is_start, cache=cache, is_endless=self.is_endless, **sizes
+    )
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if cache is None:
       y_bthe = self._attend(q, k, v, is_start, **_dropout(self, deterministic))
@@ -163,7 +165,8 @@ class RelativeAttention(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
-    mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
+    rates = "dropout", "position_dropout"
+    mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=rates)
     super().__post_init__()
 
   def make_positions(self) -> partial[SharedPositions]:
@@ -183,8 +186,8 @@ class RelativeAttention(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
-    limits = dict(max_length=self.max_length, num_heads=self.num_heads)
-    mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
+    limits: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
+    inputs = mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length
     per_head = self.num_heads, width // self.num_heads

@@ -10,9 +10,10 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import initializers
-from dpjax.layers.mixer import check_takes_starts
+from dpjax.layers.mixer import check_settings, check_takes_starts
 from dpjax.ops import checks, norms
 
+NORMS = ("layer_norm", "rms_norm")
 ACTIVATIONS = {
   "relu": nn.relu,
   # By erf, as PyTorch's default.
@@ -38,7 +39,9 @@ class Norm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """[..., D] -> [..., D]."""
-    checks.choice("kind", self.kind, ("layer_norm", "rms_norm"))
+    check_settings(self)
+    checks.choice("kind", self.kind, NORMS)
+    x = checks.array("x", x, "... D>=1")
     shape = x.shape[-1:]
     scale = self.param("scale", initializers.norm_gains(self.gain_std), shape, jnp.float32)
     if self.kind == "rms_norm":
@@ -86,10 +89,11 @@ class FeedForward(nn.Module):
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[B, T, D] -> [B, T, `out_width`], each position on its own."""
     inputs = checks.array("inputs", inputs, "... D>=1")
-    checks.integers(hidden_width=self.hidden_width)
+    sizes = ("hidden_width",) if self.out_width is None else ("hidden_width", "out_width")
+    check_settings(self, sizes=sizes, rates=("dropout",))
     checks.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
     width = inputs.shape[-1]
-    out_width = self.out_width or width
+    out_width = width if self.out_width is None else self.out_width
     # One array of rows: each product would keep a reshape of its own for the gradient.
     rows = ops.as_factor(inputs.reshape(-1, width))
     x = self._linear(rows, self.hidden_width, "hidden")
@@ -140,7 +144,9 @@ class Block(nn.Module):
   ) -> Any:
     """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache."""
     x = checks.array("inputs", inputs, "B T D>=1")
+    check_settings(self, rates=("dropout", "hidden_dropout"))
     checks.choice("norm", self.norm, ("post", "pre"))
+    checks.choice("norm_kind", self.norm_kind, NORMS)
     mixer = self.make_mixer(name="mixer")
     if "is_start" in mixer_inputs:
       check_takes_starts(mixer)

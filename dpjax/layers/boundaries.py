@@ -19,6 +19,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.errors import UserError
+from dpjax.layers.mixer import check_settings
 from dpjax.ops import checks
 from dpjax.ops.segments import METHODS
 
@@ -81,7 +82,7 @@ class Boundaries(nn.Module):
       expected = "() or (first, updates), as (0.4, 1000)"
       raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
     checks.choice("pooling", self.pooling, METHODS)
-    checks.integers(num_capacities=self.num_capacities)
+    check_settings(self, sizes=("num_capacities",))
     for name in ("space_ids", "end_ids"):
       checks.ids(name, getattr(self, name, ()))
     super().__post_init__()

@@ -64,8 +64,8 @@ class Dispatcher(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    sizes = dict(max_length=self.max_length, num_heads=self.num_heads)
-    mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
+    sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
+    inputs = mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
     num_levels, shape = self._num_levels, inputs.shape
     if level_keep is None and self.level_dropout and not deterministic:
       key = self.make_rng("dropout")

@@ -9,6 +9,7 @@ from jax import lax
 from dpjax import ops
 from dpjax.layers import initializers
 from dpjax.layers.blocks import Dropout
+from dpjax.layers.mixer import check_settings
 from dpjax.ops import checks
 
 
@@ -63,9 +64,10 @@ class TokenAndPosition(nn.Module):
     first token of each document, which has the position 0; not with `num_before`.
 
     Raises:
-      ValueError: an argument is not as above, or T is above `max_length` without `is_start`.
+      ValueError: an argument is not as above, or T is above `max_length` without `is_start`, or
+        `num_before` and positions that continue.
     """
-    checks.integers(vocab_size=self.vocab_size, width=self.width, max_length=self.max_length)
+    check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
     checks.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
     tokens, num_before, is_start = checks.arrays(
       tokens=(tokens, "B T", checks.INTEGERS),
@@ -73,7 +75,8 @@ class TokenAndPosition(nn.Module):
       is_start=(is_start, "B T | None", checks.STARTS),
     )
     length = tokens.shape[1]
-    if length > self.max_length and is_start is None:
+    is_endless = num_before is not None and self.positions != "learned"
+    if length > self.max_length and is_start is None and not is_endless:
       longest = f"T <= max_length = {self.max_length}"
       raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
     init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))

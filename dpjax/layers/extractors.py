@@ -61,7 +61,7 @@ class ME(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    inputs = mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
     x_btd, tap_shape = self._prepare(inputs)
     shape = self.max_length, *tap_shape
     fan_in = shape[0] * (shape[1] if len(shape) == 3 else 1)

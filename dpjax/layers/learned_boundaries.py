@@ -133,7 +133,7 @@ class Gumbel(_Predicted):
   rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
-    checks.number("temperature", self.temperature, "above 0", lambda x: x > 0)
+    checks.number("temperature", self.temperature, "above 0", lambda x: 0 < x < math.inf)
     checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
     super().__post_init__()
     if self.rate_schedule and not 0 < self.rate_schedule[0] < 1:
@@ -230,8 +230,9 @@ class Routing(Boundaries):
   rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
-    checks.number("factor", self.factor, "above 1", lambda x: x > 1)
-    checks.number("weight", self.weight, "at least 0", lambda x: x >= 0)
+    checks.integers(width=self.width)
+    checks.number("factor", self.factor, "above 1", lambda x: 1 < x < math.inf)
+    checks.number("weight", self.weight, "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
     if self.rate_schedule and not self.rate_schedule[0] > 1:
       expected = "() or (first, updates) with first above 1"

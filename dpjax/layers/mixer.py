@@ -1,10 +1,13 @@
 """The contract of a token mixer. B batch, T position, D width."""
 
+import dataclasses
 import inspect
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from dpjax import ops
 from dpjax.errors import UserError, unknown
@@ -73,12 +76,14 @@ def check_input(
   num_heads: int = 1,
   is_start: jax.Array | None = None,
   cache: Any = None,
-) -> None:
-  """Checks the input of a mixer.
+  is_endless: bool = True,
+) -> jax.Array:
+  """Checks the input of a mixer, and returns it as an array.
 
   Raises:
-    ValueError: `inputs` are no floats [B, T, D], are too long, D is no multiple of `num_heads`,
-      or `is_start` is not [B, T] or with a cache.
+    ValueError: `inputs` are no floats [B, T, D], are longer than `max_length` though they are one
+      document and no chunk of an endless row, D is no multiple of `num_heads`, or `is_start` is
+      not [B, T] or with a cache.
   """
   batch = "B" if cache is None else "B>=1"
   inputs = checks.array("inputs", inputs, f"{batch} T>=1 D>=1")
@@ -87,10 +92,11 @@ def check_input(
     ops.check_starts(is_start, inputs.shape[:2])
     if cache is not None:
       raise UserError("is_start: expected None with a cache, whose rows are one document each")
-  elif length > max_length:
+  elif length > max_length and not (is_endless and cache is not None):
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:
     raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+  return inputs
 
 
 def takes_starts(module: Any) -> bool:
@@ -111,18 +117,27 @@ def check_takes_starts(module: Any) -> None:
 def check_settings(
   module: Any,
   *,
-  sizes: Sequence[str],
+  sizes: Sequence[str] = (),
   rates: Sequence[str] = (),
   implementations: Collection[str] | None = None,
 ) -> None:
-  """Raises `field: expected ..., got ...` if a field of a new mixer is out of range.
+  """Raises `field: expected ..., got ...` if a field of a module is out of range.
 
   `sizes` name integers of at least 1, `rates` probabilities below 1; `implementations` are the
-  values of the field `implementation` besides None.
+  values of the field `implementation` besides None. Every bool, `dtype`, standard deviation
+  (`init_std`) and `epsilon` is checked.
   """
   checks.integers(**{name: getattr(module, name) for name in sizes})
   for name in rates:
     checks.rate(name, getattr(module, name))
+  for field in dataclasses.fields(module):
+    name, value = field.name, getattr(module, field.name)
+    if field.type is bool and not isinstance(value, bool | np.bool_):
+      raise ValueError(f"{name}: expected True or False, got {value!r}")
+    if name == "dtype":
+      checks.float_dtype(value)
+    if name.endswith(("_std", "epsilon")):
+      checks.number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
   if implementations is not None and module.implementation is not None:
     if str(module.implementation) not in implementations:
       raise unknown("implementation", ("None", *implementations), module.implementation)

@@ -48,7 +48,7 @@ class ShortConvolution(nn.Module):
     is_start: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    inputs = mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
     width = inputs.shape[-1]
     b_btd, c_btd, v_btd = jnp.split(linear(self, 3 * width, "in")(inputs), 3, axis=-1)
     init = weights(self.init_std, symmetric_uniform(self.num_taps**-0.5))

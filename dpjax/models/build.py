@@ -146,7 +146,7 @@ def _make_positions(stacks: Sequence[Stack]) -> partial | None:
   mixers = [mixer for stack in stacks for mixer in stack.make_mixers()]
   made = [mixer.make_positions() for mixer in mixers if hasattr(mixer, "make_positions")]
   for other in made[1:]:
-    if (other.func, other.keywords) != (made[0].func, made[0].keywords):
+    if other(parent=None) != made[0](parent=None):
       raise UserError(
         "model.mixer, model.first.mixer, model.last.mixer: expected mixers "
         "that can share their positions, got other settings"

@@ -26,9 +26,10 @@ from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers import blocks, initializers
 from dpjax.layers.boundaries import Boundaries
-from dpjax.layers.mixer import check_takes_starts
+from dpjax.layers.mixer import check_settings, check_takes_starts
 from dpjax.models.hourglass_cache import HourglassCache, pool_at_boundaries, read_segments
 from dpjax.models.stack import Stack
+from dpjax.ops import checks
 
 
 class StageBoundaries(NamedTuple):
@@ -164,6 +165,8 @@ class Hourglass(nn.Module):
     Raises:
       ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
     """
+    check_settings(self, sizes=() if self.middle_width is None else ("middle_width",))
+    inputs = checks.array("inputs", inputs, "B T D")
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")

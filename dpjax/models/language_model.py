@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from dpjax import ops
 from dpjax.layers import blocks, embeddings, initializers
+from dpjax.layers.mixer import check_settings
 from dpjax.models.stack import Stack
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
@@ -113,6 +114,8 @@ class LanguageModel(nn.Module):
     Raises:
       ValueError: an argument is not as above, or the model has no use for it.
     """
+    check_settings(self)
+    tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
     if cache is None:
       if lengths is not None:
         raise ValueError("lengths: expected none without a cache, got some")
@@ -126,7 +129,7 @@ class LanguageModel(nn.Module):
       if is_start is not None:
         raise ValueError("is_start: expected none with a cache, got some")
       checks.record(
-        "cache", cache, LanguageModelCache, dict(B=len(tokens)), length=("B", jnp.int32)
+        "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
       )
     sizes = self.vocab_size, self.width, self.max_length
     embedding = embeddings.TokenAndPosition(

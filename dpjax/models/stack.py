@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
+from dpjax.errors import UserError
+from dpjax.ops import checks
 
 
 class Places(nn.Module):
@@ -49,12 +51,20 @@ class Stack:
     make_block: makes a `dpjax.layers.blocks.Block` from its `name`; or several of these in turn.
     scan_layers: whether to compile one layer, or period, and loop over it.
     remat: whether to keep only each layer's input for the gradient.
+
+  Raises:
+    ValueError: `num_layers` is no positive integer, or `make_block` makes something else.
   """
 
   num_layers: int
   make_block: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...]
   scan_layers: bool = True
   remat: bool = False
+
+  def __post_init__(self):
+    """Checks that the blocks can be made."""
+    checks.integers(num_layers=self.num_layers)
+    self.make_mixers()
 
   def __call__(
     self,
@@ -201,13 +211,29 @@ class Stack:
 
   def make_mixers(self) -> list[Any]:
     """The mixers of the blocks in turn, without parameters."""
-    blocks: Any = self.make_blocks
-    return [block.keywords["make_mixer"](parent=None) for block in blocks]
+    made: list[Any] = [make(parent=None) if callable(make) else make for make in self.make_blocks]
+    if not made or not all(hasattr(block, "make_mixer") for block in made):
+      expected = "expected a function that makes a layers.Block, or a tuple of such functions"
+      raise UserError(f"make_block: {expected}, got {self.make_block!r}")
+    return [block.make_mixer(parent=None) for block in made]
 
   def _module(self, name: str) -> Any:
     if len(self.make_blocks) == 1:
       return self.make_blocks[0](name=name)
     return Pattern(self.make_blocks, self.num_layers, name=name)
+
+
+def is_stacked(params: Any) -> Any:
+  """Whether the first axis of each array counts the layers of a `Stack`: a tree of bools."""
+  kernel = "feed_forward/hidden/kernel"  # of every block: [D, F], or [num_layers, D, F]
+
+  def is_of_stack(path, x):
+    return x.ndim == 3 and jax.tree_util.keystr(path[-3:], simple=True, separator="/") == kernel
+
+  stacks = {path[:-3] for path, x in jax.tree.leaves_with_path(params) if is_of_stack(path, x)}
+  return jax.tree.map_with_path(
+    lambda path, _: any(path[:i] in stacks for i in range(len(path))), params
+  )
 
 
 def _own_positions(shared: Any, block: Any) -> Any:

@@ -15,7 +15,7 @@ from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.dropout import dropout
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, has_cuda
+from dpjax.ops.platforms import by_platform, has_cuda, is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
 
@@ -220,7 +220,8 @@ def _axes(queries, keys, values) -> dict:
 def _has_cudnn(*arrays: jax.Array) -> bool:
   """Whether JAX is installed with cuDNN's attention, and it takes these arrays."""
   try:
-    return has_cuda() and bool(jax.eval_shape(_attend_by_cudnn, *arrays))
+    can_be = has_cuda() and not is_symbolic(arrays[0])
+    return can_be and bool(jax.eval_shape(_attend_by_cudnn, *arrays))
   # How JAX says that cuDNN is missing, or lacks a kernel for a size or a dtype.
   except (RuntimeError, NotImplementedError, ValueError):
     return False

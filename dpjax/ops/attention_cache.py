@@ -146,11 +146,11 @@ def relative_attention_cached(
     cache:  values [[5 8 2 9]]  length [6]
 
   `positions` are [R, H, E], R >= M, and the biases [H, E]. The other arguments, the results and
-  the errors are those of `causal_attention_cached`, but a row may have any length.
+  the errors are those of `causal_attention_cached`, but chunks and rows may have any length.
 
   Source: see `relative_attention`; the ring is the memory of Sec. 3.2, for the last M tokens.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths)
+  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
   positions, content_bias, position_bias = checks.arrays(
     dict(zip("BCHEM", (*queries.shape, max_length), strict=True)),
@@ -174,9 +174,10 @@ def relative_attention_cached(
     all_keys, all_values = [cache.keys, own_keys], [cache.values, own_values]
     age_bm = (cache.length[:, None] - 1 - place_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
-    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], (len(token_bc), chunk, chunk))
+    shape = token_bc.shape[0], chunk, chunk
+    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], shape)
     distance_bcn = jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
-    cache = _append(keys, values, cache, token_bc % max_length, lengths)
+    cache = _append_last(keys, values, cache, token_bc % max_length, lengths)
   q_bche = queries + content_bias[None, None]
   scores_bhcn = jnp.concatenate([_scores(q_bche, x) for x in all_keys], axis=3)
   q_bche = queries + position_bias[None, None]
@@ -260,10 +261,7 @@ def local_attention_cached(
   outputs = causal_attention(
     turn(q_bnhe, place_n), turn(k_bnhe, place_n), v_bnhe, is_start=is_start, window=window
   )[:, num_past:]
-  # Of a long chunk only the last M tokens stay.
-  num_new = chunk if lengths is None else jnp.reshape(lengths, (-1, 1))
-  place_bc = jnp.where(index_c[None] >= num_new - window, place_bc, window)
-  cache = _append(keys, values, cache, place_bc, lengths)
+  cache = _append_last(keys, values, cache, place_bc, lengths)
   return _zero_padding(outputs.astype(values.dtype), lengths), cache
 
 
@@ -284,6 +282,14 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
   if lengths is not None:
     lengths = check_lengths(lengths, sizes["B"], chunk)
   return queries, keys, values, lengths
+
+
+def _append_last(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
+  """`_append` to a ring, in which the last M tokens of a long chunk stay."""
+  chunk, size = keys.shape[1], cache.keys.shape[2]
+  num_new = chunk if lengths is None else lengths[:, None]
+  is_last_bc = jnp.arange(chunk, dtype=jnp.int32)[None] >= num_new - size
+  return _append(keys, values, cache, jnp.where(is_last_bc, place_bc, size), lengths)
 
 
 def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:

@@ -111,7 +111,7 @@ def spacelike_boundaries(
   )
   ends_bt = _is_in(tokens, end_ids)
   if previous is None:
-    previous = jnp.zeros(len(tokens), bool)
+    previous = jnp.zeros(tokens.shape[0], bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
   if is_start is not None:
     before_bt &= ~is_start.astype(bool)
@@ -147,7 +147,9 @@ def gumbel_sigmoid(
   Returns [B, T], 0.0 or 1.0, float32, or float64 for such logits. Source: Eq. 4.
   """
   logits = checks.array("logits", logits, "B T")
-  checks.number("temperature", temperature, "a number above 0", lambda x: x > 0, traced=True)
+  temperature = checks.number(
+    "temperature", temperature, "a number above 0", lambda x: x > 0, traced=True
+  )
   if (key is None) == (noise is None):
     got = "none" if key is None else "both"
     raise ValueError(f"key, noise: expected one of the two, got {got}")
@@ -191,7 +193,7 @@ def binomial_prior_loss(
   Returns [B], nats per token, float32, or float64 for such boundaries; 0 for a row in which no
   token counts. Source: Eq. 7.
   """
-  checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
+  alpha = checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
   log, log1p = (math.log, math.log1p) if checks.is_known(alpha) else (jnp.log, jnp.log1p)
 
   def nats(ones, total):
@@ -227,8 +229,8 @@ def rate_bounds_loss(
 
   Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
   """
-  checks.number("highest", highest, traced=True)
-  checks.number("lowest", lowest, traced=True)
+  highest = checks.number("highest", highest, traced=True)
+  lowest = checks.number("lowest", lowest, traced=True)
 
   def outside(ones, total):
     rate = ones / jnp.where(total > 0, total, 1)

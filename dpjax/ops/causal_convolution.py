@@ -16,7 +16,7 @@ from jax import lax
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, num_devices
+from dpjax.ops.platforms import by_platform, is_symbolic, num_devices
 from dpjax.ops.products import low_product, product, sum_dtype
 
 
@@ -76,7 +76,8 @@ def causal_convolution(
   checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
   names: dict[str, str] = {"default": implementation or ""}
   if implementation is None:
-    sizes, devices = (filters.ndim, batch, length), num_devices()
+    sizes = filters.ndim, math.inf if is_symbolic(inputs) else batch, length
+    devices = num_devices()
     chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]
     names = {"default": chosen[1]} | ({} if chosen[0] == chosen[1] else {"cpu": chosen[0]})
   place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
@@ -128,7 +129,7 @@ _FASTEST = {
 }
 
 
-def choose_implementation(rank: int, batch: int, length: int, platform: str, devices: int) -> str:
+def choose_implementation(rank: int, batch: float, length: int, platform: str, devices: int) -> str:
   """The default implementation of `causal_convolution` for filters of a rank, B and T."""
   name = next(
     name

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, export
 
 FLOATS, INTEGERS, BOOLEANS = "floats", "integers", "booleans"
 NUMBERS, ANY = "real numbers", "numbers"
@@ -29,6 +29,7 @@ _DTYPES = {
   STARTS: (jnp.bool_, jnp.integer),
 }
 _MOST = 2**31 - 1  # places are int32
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def arrays(sizes: dict[str, int] | None = None, /, **arguments: tuple) -> list[jax.Array]:
@@ -181,14 +182,19 @@ def number(
   *,
   traced: bool = False,
   error: type[ValueError] = ValueError,
-) -> None:
-  """Checks that a value is a real number for which `is_right` holds, or, if allowed, is traced."""
+) -> Any:
+  """Checks that a value is a real number for which `is_right` holds, or, if allowed, is traced.
+
+  Returns it as a float of Python, since an integer of Python may exceed those of JAX.
+  """
   found = _as_array(value)
-  is_number = found.shape == () and _is_of(found, (jnp.integer, jnp.floating))
-  if is_number:
-    is_number = traced if isinstance(found, core.Tracer) else is_right(found.item())
-  if not is_number:
-    raise error(f"{name}: expected {expected}, got {value!r}")
+  if found.shape == () and _is_of(found, (jnp.integer, jnp.floating)):
+    if isinstance(found, core.Tracer):
+      if traced:
+        return found
+    elif is_right(x := float(found.item())) and (abs(x) <= _LARGEST or not math.isfinite(x)):
+      return x
+  raise error(f"{name}: expected {expected}, got {value!r}")
 
 
 def rate(name: str, value: Any) -> None:
@@ -213,18 +219,18 @@ def float_dtype(value: Any) -> None:
 
 
 def ids(name: str, values: Any, expected: str = "token ids") -> tuple[int, ...]:
-  """Checks that values are integers of at least 0, such as ids of tokens."""
+  """Checks that values are integers of int32 of at least 0, such as ids of tokens."""
   found: tuple = tuple(values) if np.iterable(values) else (None,)
-  if not all(_is_integer(x) and x >= 0 for x in found):
+  if not all(_is_integer(x) and 0 <= x <= _MOST for x in found):
     raise ValueError(f"{name}: expected {expected}, got {values!r}")
   return tuple(map(int, found))
 
 
-def shape(value: Any) -> tuple[int, int]:
+def shape(value: Any) -> tuple[Any, Any]:
   """Checks that the argument `shape` is (B, T)."""
   if not isinstance(value, Sequence | np.ndarray) or len(value) != 2:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
-  batch, length = (integer("shape", size, 0) for size in value)
+  batch, length = (x if export.is_symbolic_dim(x) else integer("shape", x, 0) for x in value)
   return batch, length
 
 

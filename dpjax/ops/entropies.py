@@ -105,17 +105,17 @@ def entropy_threshold(
   bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
   first token is always a boundary.
   """
-  check_rule(rule, theta_add)
-  checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
+  theta_add = check_rule(rule, theta_add)
+  theta = checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
   entropies, is_start = _check(entropies, is_start)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   if previous is None:
-    rows = len(h_bt)
+    rows = h_bt.shape[0]
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
   elif not isinstance(previous, tuple | list) or len(previous) != 2:
     raise ValueError(f"previous: expected an entropy and a boundary, got {previous!r}")
   entropy, boundary = (
-    checks.array("previous", x, "B", kind, B=len(h_bt))
+    checks.array("previous", x, "B", kind, B=h_bt.shape[0])
     for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
   )
   before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
@@ -153,9 +153,9 @@ def entropy_theta(
     rule: see `entropy_threshold`.
     theta_add: see `entropy_threshold`.
   """
-  check_rule(rule, theta_add)
+  theta_add = check_rule(rule, theta_add)
   h_bt, _ = _check(entropies, None)
-  checks.number(
+  factor = checks.number(
     "factor", factor, "at least 1, and finite", lambda x: 1 <= x < math.inf, error=UserError
   )
   if not h_bt.size or not checks.is_known(h_bt):
@@ -186,13 +186,14 @@ def entropy_theta(
   return float(thetas[min(near, key=lambda place: abs(count(place) - wanted))])
 
 
-def check_rule(rule: str, theta_add: float = 0.0) -> None:
-  """Checks that a rule is known, and that it uses `theta_add` unless that is 0."""
+def check_rule(rule: str, theta_add: float = 0.0) -> float:
+  """Checks that a rule is known, and that it uses `theta_add`, which it returns, unless it is 0."""
   if not isinstance(rule, str) or rule not in RULES:
     raise unknown("rule", RULES, rule)
-  checks.number("theta_add", theta_add, error=UserError)
+  theta_add = checks.number("theta_add", theta_add, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
+  return theta_add
 
 
 def _check(entropies, is_start):

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 AXIS = "data"  # of a run's devices
 
@@ -17,6 +17,11 @@ def num_devices() -> int:
   return jax.device_count() if mesh.empty else mesh.size
 
 
+def is_symbolic(x: jax.Array) -> bool:
+  """Whether the first axis has no number yet, as while `jax.export` leaves the batch open."""
+  return export.is_symbolic_dim(x.shape[0])
+
+
 def divide_rows(x: jax.Array) -> jax.Array:
   """Keeps the first axis of an activation divided over the devices of a run, as its batch is.
 
@@ -24,7 +29,9 @@ def divide_rows(x: jax.Array) -> jax.Array:
   activations at every layer. Does nothing outside of a run.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  return _place(x, AXIS) if not mesh.empty and x.shape[0] % mesh.size == 0 else x
+  if mesh.empty or is_symbolic(x):
+    return x
+  return _place(x, AXIS) if x.shape[0] % mesh.size == 0 else x
 
 
 def replicate(arrays: Any) -> Any:

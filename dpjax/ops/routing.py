@@ -153,7 +153,9 @@ def ratio_loss(
     probabilities=(probabilities, "B T"),
     weights=(weights, "B T | None", checks.NUMBERS),
   )
-  checks.number("factor", factor, "a factor above 1", lambda x: 1 < x < math.inf, traced=True)
+  factor = checks.number(
+    "factor", factor, "a factor above 1", lambda x: 1 < x < math.inf, traced=True
+  )
   dtype = sum_dtype(probabilities)
   ones = jnp.ones(boundaries.shape, dtype) if weights is None else weights.astype(dtype)
   count = jnp.sum(ones)

@@ -16,7 +16,14 @@ from jax import lax
 from dpjax.ops import checks
 from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, has_libtpu, has_triton, num_devices, vary_alike
+from dpjax.ops.platforms import (
+  by_platform,
+  has_libtpu,
+  has_triton,
+  is_symbolic,
+  num_devices,
+  vary_alike,
+)
 from dpjax.ops.products import sum_dtype
 
 _BLOCK = 128  # features of a row whose gradients a CPU computes at a time
@@ -69,7 +76,8 @@ def shift_and_sum(
     is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
       t - 2**k lies before the document. None means that each row is one document.
     implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, and on a TPU (one,
-      or those of a run) if T fits, except within `jax.shard_map`; "recompute" elsewhere.
+      or those of a run) if T fits, except within `jax.shard_map` and with a symbolic batch;
+      "recompute" elsewhere.
 
   Returns:
     [B, T, H, E], in the dtype of `values`.
@@ -156,7 +164,9 @@ def _unrolled(values, gates, level_keep):
 
 def _each_row(run, *arrays):
   """`run` of one row of each device at a time: what its levels write stays in a CPU's caches."""
-  devices = num_devices() if len(arrays[0]) % num_devices() == 0 else 1
+  devices = num_devices()
+  if is_symbolic(arrays[0]) or len(arrays[0]) % devices:
+    devices = 1
   rows = [jnp.moveaxis(x.reshape(devices, -1, *x.shape[1:]), 1, 0) for x in arrays]
   results = lax.map(lambda x: run(*x), rows)
   return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]), results)
@@ -197,7 +207,7 @@ def _pull_rows(values, gates, grad, level_keep):
     level_keep = lax.optimization_barrier(jnp.ones(gates.shape[3], bool))
   rows, features, levels = values.shape[0], values.shape[3], gates.shape[3]
   # All levels of one block take at most the room of two levels of all features and rows.
-  room = 2 * rows * features // levels
+  room = 2 * (1 if is_symbolic(values) else rows) * features // levels
   size = min(features, _BLOCK, max(room // 8 * 8, -(-room // 2)))
   return _each_row(partial(_pull_blocks, size, level_keep=level_keep), values, gates, grad)
 
@@ -273,7 +283,8 @@ def _run_default(values, gates, level_keep):
   runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
-  if not (is_float64 or jax.sharding.get_abstract_mesh().manual_axes):
+  is_manual = jax.sharding.get_abstract_mesh().manual_axes
+  if not (is_float64 or is_manual or is_symbolic(values)):
     if has_triton():
       runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
     if has_libtpu():

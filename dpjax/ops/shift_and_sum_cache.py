@@ -84,7 +84,7 @@ def shift_and_sum_cached(
   v_bche, c_bchk = (jnp.asarray(x, cache.ring.dtype) for x in (values, gates))
   real_bc11 = None
   if lengths is not None:
-    lengths = check_lengths(lengths, len(values), chunk)
+    lengths = check_lengths(lengths, values.shape[0], chunk)
     real_bc11 = is_real(lengths, chunk)[..., None, None]
     v_bche, c_bchk = (jnp.where(real_bc11, x, 0) for x in (v_bche, c_bchk))
   new_length = cache.length + (chunk if lengths is None else lengths)

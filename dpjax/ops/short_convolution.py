@@ -80,9 +80,9 @@ def short_convolution_cached(
   chunk, num_past = sizes["C"], sizes["k"] - 1
   cache = checks.array("cache", cache, "B P D", B=sizes["B"], P=num_past, D=sizes["D"])
   if lengths is None:
-    lengths_b = jnp.full(len(inputs), chunk, jnp.int32)
+    lengths_b = jnp.full(inputs.shape[0], chunk, jnp.int32)
   else:
-    lengths_b = check_lengths(lengths, len(inputs), chunk)
+    lengths_b = check_lengths(lengths, inputs.shape[0], chunk)
     inputs = jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0)
   joined_bnd = jnp.concatenate([cache.astype(inputs.dtype), inputs], axis=1)
   y_bcd = short_convolution(joined_bnd, taps)[:, num_past:]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries
 from dpjax.ops.platforms import by_platform, num_devices, replicate, vary_alike
 from dpjax.ops.products import dot_general, product, sum_dtype
@@ -253,6 +254,14 @@ class Objective:
     sums = {"nats": nats_of(weights), "count": jnp.sum(weights)}
     if not self.boundaries:
       return sums
+    stages = [output]
+    while (inner := getattr(stages[-1], "inner", None)) is not None:
+      stages.append(inner)
+    if len(stages) != len(self.boundaries):
+      raise UserError(
+        f"model.middle: expected the {len(stages)} stages of pooling of the model, got "
+        f"{len(self.boundaries)}"
+      )
     kind, *within = self.boundaries
     boundaries, is_start = output.boundaries.astype(jnp.float32), batch.get("is_start")
     sums |= _count_segments(boundaries, weights, is_start, kind.has_null_group)
@@ -272,7 +281,7 @@ class Objective:
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if kind.has_null_group:
         segments_b += _null_groups(is_start, is_real)
-      kind, stage = inner, stage.inner
+      kind, stage = inner, stages[number - 1]
       is_start, boundaries = stage.is_start, stage.boundaries.astype(jnp.float32)
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)

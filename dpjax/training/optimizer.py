@@ -1,5 +1,6 @@
 """Learning rates and update rules, for the names in `dpjax.registry`."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from optax import contrib
 from dpjax import registry
 from dpjax.errors import UserError
 from dpjax.models.build import frozen_path
+from dpjax.models.stack import is_stacked
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
@@ -267,10 +269,10 @@ def muon(
   adam_b2: float = 0.999,
   adam_weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """`optax.contrib.muon` for the matrices of blocks, Adam for everything else.
+  """`optax.contrib.muon` for the kernels within a model, Adam for everything else.
 
   A kernel of stacked layers, [layers, in, out], is one matrix for each layer. Adam updates the
-  embedding, the output layer, biases, gains and convolution taps.
+  embedding, the output layer, kernels of one row or column, biases, gains and convolution taps.
 
   Args:
     learning_rate: the learning rate of both optimizers.
@@ -286,21 +288,30 @@ def muon(
 
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
-  return contrib.muon(**locals(), muon_weight_dimension_numbers=_matrices)
+  settings = locals()
+
+  def of(params: Any) -> Any:
+    # For the parts of its update, `contrib.muon` would call a function with some of the arrays.
+    return contrib.muon(**settings, muon_weight_dimension_numbers=_matrices(params))
+
+  return optax.GradientTransformation(
+    lambda params: of(params).init(params),
+    lambda updates, state, params=None: of(updates).update(updates, state, params),
+  )
 
 
 def _matrices(params: Any) -> Any:
   """The axes of each parameter that form a matrix; None for Adam's parameters."""
 
-  def find_axes(path, leaf):
+  def find_axes(path, leaf, first):
     names = _names(path)
     # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
-    first = 1 if {"layers", "first", "middle", "last"} & {*names} else 0
+    size, *others = leaf.shape[first:] or (1,)
     is_kernel = names[-1] == "kernel" and names[0] not in ("embedding", "logits")
-    if not is_kernel or leaf.ndim - first < 2:
+    if not is_kernel or size == 1 or math.prod(others) == 1:
       return None
     return contrib.MuonDimensionNumbers(
-      reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
+      reduction_axis=int(first), output_axis=tuple(range(first + 1, leaf.ndim))
     )
 
-  return jax.tree.map_with_path(find_axes, params)
+  return jax.tree.map_with_path(find_axes, params, is_stacked(params))

@@ -141,9 +141,9 @@ def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
   assert (np.asarray(expected.boundaries) != (logits > 0)).any()
 
 
-# Of chunks no longer than the window.
-SHORT_CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (5, (3, 5, 5))]
-SHORT_CHUNKS += [(1, (1, 0, 0)), (5, (5, 5, 4)), (5, (0, 5, 5)), (5, (3, 1, 3))]
+# Of chunks shorter and longer than the window.
+CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (11, (11, 11, 11))]
+CHUNKS += [(5, (1, 5, 5)), (1, (0, 0, 1))]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypat
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
   expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
-  found = helpers.by_chunks(helpers.make_step(short, params), caches, tokens, SHORT_CHUNKS)
+  found = helpers.by_chunks(helpers.make_step(short, params), caches, tokens, CHUNKS)
   helpers.assert_found(found, expected)
 
 

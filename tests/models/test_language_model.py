@@ -10,6 +10,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax import layers, models
 from dpjax.layers import blocks, embeddings
 from tests import helpers
 from tests.reference import transformer
@@ -61,6 +62,19 @@ def in_turn(**changes):
   dispatcher = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
   mixers = dispatcher, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
   return make(mixers, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
+
+
+def test_a_stack_takes_any_function_that_makes_a_block_and_no_other():
+  block = partial(layers.Block, make_mixer=partial(layers.WE, max_length=7), hidden_width=5)
+  for make in (lambda **names: block(**names), (block, lambda **names: block(**names))):
+    model = models.LanguageModel(VOCAB, 6, 7, models.Stack(3, make))
+    params = model.init(jax.random.key(0), TOKENS[:, :7])["params"]
+    assert model.has_cache and [*model.unstack(params)["layers"]] == ["0", "1", "2"]
+  for make in (3, (), (block, None), partial(layers.FeedForward, 5)):
+    with pytest.raises(ValueError, match="^make_block: expected a function that makes a layers.Bl"):
+      models.Stack(3, make)
+  with pytest.raises(ValueError, match="^num_layers: expected at least 1, got 0"):
+    models.Stack(0, block)
 
 
 def test_layers_have_their_mixers_in_turn():

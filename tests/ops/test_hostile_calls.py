@@ -208,8 +208,10 @@ def changes(name, value):
     others = [None, "3", 2.5, float(value), -1, 2**31, 2**40, math.nan, 1j, [value], True]
   elif isinstance(value, float):
     others = [None, "0.5", math.nan, -math.inf, 0.5j, [value], floats(3), True, Stranger()]
+    others += [2**40, 2**80, 1e300]
   else:
     others = [None, 3, "ab", (2.5, 3), (-1, 2), (None, None), (1j,), ("a",), [[1]], Stranger()]
+    others += [(2**31,), (0, 2**40)]
   return [(str(x), x) for x in others]
 
 
@@ -232,8 +234,8 @@ def complaints(name, signature, arguments, call):
           continue
         got = f"{type(error).__name__}: {str(error)[:150]}"
       else:
-        if label == "size":
-          continue  # It is a free one.
+        if label == "size" or change == 2**40 and isinstance(value, float):
+          continue  # It is a free one, or has no bound.
         got = "no error"
       yield f"{argument}, {label}, {getattr(change, 'shape', change)!r:.40}: {got}"
 
@@ -251,6 +253,15 @@ def test_an_operator_names_the_wrong_argument(name, arguments):
   signature = inspect.signature(function).parameters
   found = [*complaints(name, signature, arguments, call)]
   assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("integer", [2**40, np.int64(2**40)])
+@pytest.mark.parametrize("name", ["highest", "lowest", "theta", "temperature", "factor"])
+def test_an_integer_beyond_32_bits_is_the_float(name, integer):
+  functions = [(getattr(ops, x), y) for x, y in CALLS if name in y and x != "fixed_boundaries"]
+  for function, arguments in functions:
+    expected, got = (function(**arguments | {name: x}) for x in (2.0**40, integer))
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_the_table_is_complete():

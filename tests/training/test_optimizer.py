@@ -1,6 +1,7 @@
 import inspect
 import json
 import pathlib
+import re
 from functools import partial
 
 import chex
@@ -98,6 +99,7 @@ def stacked_params():
         "taps": draw(4, 3, 11, 5),
       },
       "mixer_norm": {"scale": draw(5, 3, 5)},
+      "feed_forward": {"hidden": {"kernel": draw(8, 3, 5, 11)}},
     },
     "logits": {"kernel": draw(6, 5, 7), "bias": draw(7, 7)},
   }
@@ -115,6 +117,7 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
   same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), got, of_adam)
   mixer = same["layers"].pop("mixer")
   assert not mixer.pop("out")["kernel"] and not mixer["queries_keys_values"].pop("kernel")
+  assert not same["layers"].pop("feed_forward")["hidden"]["kernel"]
   assert all(jax.tree.leaves((same, mixer)))
   # Each layer alone: an orthogonal matrix has singular values of about one size.
   for layer in range(3):
@@ -122,13 +125,45 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
     assert values.max() < 2 * values.min(), values
 
 
-def test_matrices_of_mixers_in_turn_are_those_of_each_layer():
-  kernel, taps = np.zeros((2, 5, 7)), np.zeros((2, 3, 5))
-  mixer = {"out": {"kernel": kernel}, "taps": taps}
-  layers = {"period": {"place_1": {"mixer": mixer}}, "rest": {"place_0": {"mixer": mixer}}}
-  found = optimizer._matrices({"layers": layers, "hourglass": {"middle": layers}})
-  axes = jax.tree.leaves(found, is_leaf=lambda x: hasattr(x, "reduction_axis"))
-  assert [(x.reduction_axis, x.output_axis) for x in axes] == [(1, (2,))] * 4
+POOLING, STACK = "hourglass/(middle/)?", r"(first|last|middle)/((period|rest)/place_\d/)?"
+# Of a model with everything: the first of the axes that Muon takes, or None; whether it decays.
+MASKS = [
+  ("embedding/.*", None, False),
+  ("logits/kernel", None, True),
+  (f"{POOLING}{STACK}(mixer|feed_forward)/[a-z_]+/kernel", 1, True),
+  (f"{POOLING}{STACK}mixer/taps", None, True),
+  (f"{POOLING}boundary_predictor/(hidden|residual)/kernel", 0, True),
+  (f"{POOLING}boundary_predictor/(out/kernel|query|key)", None, True),  # out: [F, 1]
+  (f"{POOLING}middle_(in|out)", None, True),
+  (".*(scale|bias|null_group)", None, False),
+]
+
+
+@pytest.mark.parametrize("kinds", [("gumbel", "routing"), ("routing", "gumbel")])
+def test_masks_of_a_model_with_everything(kinds):
+  outer, inner = (config_lib.boundaries(name, num_capacities=2) for name in kinds)
+  names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
+  every = [helpers.component(registry.mixers, x, num_heads=2) for x in names]
+  config = helpers.model_settings(
+    tuple(every), outer, activation="swiglu", positions="learned", num_layers=len(every) + 1
+  )
+  config.middle = config_lib.middle(inner, width=8)
+  config.first.mixer = every[3]
+  init = dpjax.build_model(config).init
+  params = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
+  arrays = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): x
+    for path, x in jax.tree.leaves_with_path(params)
+  }
+  rows = {name: next(x for x in MASKS if re.fullmatch(x[0], name)) for name in arrays}
+  assert {*rows.values()} == {*MASKS}
+  axes = jax.tree.leaves(optimizer._matrices(params), is_leaf=lambda x: not isinstance(x, dict))
+  found = zip(arrays.items(), axes, jax.tree.leaves(optimizer.decays(params)), strict=True)
+  for (name, x), of_muon, is_decayed in found:
+    _, first, expected = rows[name]
+    others = None if first is None else (first, tuple(range(first + 1, x.ndim)))
+    assert (of_muon and tuple(of_muon)) == others, name
+    assert is_decayed == expected, name
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
