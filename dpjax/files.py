@@ -74,20 +74,25 @@ def check_writable(folder: Path) -> None:
     raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON file completely or not at all; makes its folder if missing."""
+def write_file(path: Path, content: bytes) -> None:
+  """Writes a file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   temporary.unlink(missing_ok=True)  # Perhaps a link to another file.
   try:
-    with temporary.open("x", encoding="utf-8", newline="\n") as file:
-      file.write(json.dumps(content, indent=2) + "\n")
+    with temporary.open("xb") as file:
+      file.write(content)
       sync(file)
     os.replace(temporary, path)
   except OSError as error:
     temporary.unlink(missing_ok=True)
     # A full disk is reported without the file's name.
     raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+  """Writes a JSON file by `write_file`."""
+  write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def sync(*opened: IO) -> None:

@@ -24,6 +24,7 @@ label or mixer form a line, through the mean if several share a place. A table i
 """
 
 import argparse
+import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dpjax import files
 from dpjax.analysis import runs as runs_lib
 from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
@@ -182,8 +184,9 @@ def default_every(runs: Sequence[Record]) -> int:
 def write(figure: "Figure", path: str | Path) -> None:
   """Writes a figure in the format given by the file's suffix, one of `SUFFIXES`."""
   check_suffix(path)
-  Path(path).parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=300 if figure.get_figwidth() < _NARROW else 150)
+  content, dpi = io.BytesIO(), 300 if figure.get_figwidth() < _NARROW else 150
+  figure.savefig(content, format=Path(path).suffix[1:], dpi=dpi)
+  files.write_file(Path(path), content.getvalue())
 
 
 def check_suffix(path: str | Path) -> None:
