@@ -88,7 +88,7 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
     argv = flags.FLAGS.read_flags_from_files(list(argv))
     # A configuration may name what a plugin registers.
-    _, plugins = _take(argv, "plugin")
+    _, plugins = take(argv, "plugin")
     for module in plugins:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
@@ -115,7 +115,7 @@ def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
   """Turns --config into a flag; returns the arguments without it."""
   if "config" not in values:
     return argv
-  others, files = _take(argv, "config")
+  others, files = take(argv, "config")
   if not files:
     return argv
   config = config_lib.load(files[-1])
@@ -139,12 +139,12 @@ def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
 
 def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
   """Puts named components into the configuration; returns the other arguments."""
-  others, values = _take(argv, "config.model.middle")
+  others, values = take(argv, "config.model.middle")
   if values:
     expected = "expected it in a configuration file, by dpjax.config.middle"
     raise UserError(f"--config.model.middle: {expected}, got {values[-1]}")
   for key in config_lib.component_keys(config):
-    others, names = _take(others, f"config.{key}", f"config.{key}.name")
+    others, names = take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
     place = config_lib.place(key)
     for name in names[-1:]:
@@ -161,7 +161,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
   return others
 
 
-def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
+def take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
   """The arguments without --NAME=VALUE and --NAME VALUE, and the values."""
   others, values, rest = [], [], iter(argv)
   for argument in rest:
