@@ -358,4 +358,4 @@ def table(found: Mapping[str, Any]) -> str:
     notes.append(f"largest train.batch_size that fits: {found['largest_batch']}")
   parts = [[name, f"{size:,}"] for name, size in found["parts"].items()]
   parts = style.table(["parameters", f"{found['parameters']:,}"], parts)
-  return "\n".join([head, "", style.table(heads, rows), "", parts, "", *notes])
+  return "\n".join([head, "", style.table(heads, rows), "", parts, "", *notes]).rstrip()

@@ -93,8 +93,11 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
   except (UserError, flags.Error) as error:
-    message = re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error))
-    raise UserError(" ".join(message.split())) from error
+    message = " ".join(re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error)).split())
+    lists = [re.match(r"--?config\.[^=]*=([^()]*[,;][^()]*)$", argument) for argument in argv]
+    if any(found and found[1] in message for found in lists):
+      message += " (dpjax sweep trains a run for each of several values)"
+    raise UserError(message) from error
   if len(rest) > 1:
     raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
   return rest
