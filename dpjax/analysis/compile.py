@@ -322,6 +322,10 @@ def _compile(given, place: str = "") -> None:
     files.write_json(Path(given.out), found)
 
 
+def _size(gib: float) -> str:
+  return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 2**10:.1f} MiB"
+
+
 def table(found: Mapping[str, Any]) -> str:
   """The result of `compile_steps` as a text."""
   heads = ["", "compiled in", "arguments", "temporary", "needed", "products", "moved", "floor"]
@@ -336,7 +340,7 @@ def table(found: Mapping[str, Any]) -> str:
       [
         name,
         f"{step['compile_seconds']:.1f} s",
-        *(f"{step[key]:.2f} GiB" for key in ("arguments_gib", "temporary_gib", "needed_gib")),
+        *(_size(step[key]) for key in ("arguments_gib", "temporary_gib", "needed_gib")),
         f"{step['products'] / 1e12:.3f} Tflop",
         f"{step['bytes'] / 1e9:.2f} GB",
         "-" if floor is None else f"{1e3 * floor:.2f} ms",

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from typing import Any
 
+from dpjax.commands.flags import NO_TPU
 from dpjax.errors import UserError
 
 GB = 10**9
@@ -106,9 +107,7 @@ def prepare() -> None:
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # It needs a driver.
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
+    **NO_TPU,
   }
   known, flag = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"
   if flag not in known:  # A GPU's kernels are else chosen by timing them there.

@@ -34,6 +34,14 @@ flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
 flags.DEFINE_string("compilation_cache", None, _ABOUT_CACHE)
 
 
+# What libtpu would ask a TPU's machine for.
+NO_TPU = {
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_WORKER_ID": "0",
+}
+
+
 class _Path(flags.ArgumentParser):
   def parse(self, argument):
     return os.path.expanduser(argument)  # A shell leaves the ~ of --name=~/file as it is.
@@ -62,6 +70,8 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
   with exit_on_user_error():
     argv = _parse(sys.argv)
     logging.use_absl_handler()
+    plain = std_logging.Formatter("%(levelname)s: %(message)s")  # without W1127 and a file's line
+    logging.get_absl_handler().setFormatter(plain)
     # Orbax tells its every move at INFO.
     logging.set_verbosity(logging.WARNING)
     std_logging.getLogger("jax").setLevel(std_logging.WARNING)
@@ -180,6 +190,9 @@ def check_platform() -> None:
   """Starts JAX's backend; a `UserError` if there is none of the requested platform."""
   import jax
 
+  # JAX sees no TPU; libtpu, where it is installed to compile, would complain.
+  if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+    os.environ.update(NO_TPU | os.environ)
   try:
     jax.default_backend()
   except (AssertionError, RuntimeError) as error:  # The former: there is no CUDA.
