@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dpjax import config as config_lib
 from dpjax import files
+from dpjax.errors import exit_on_user_error
 
 # Vocabularies that a run gets from its text.
 VOCABULARIES = {
@@ -216,4 +217,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  with exit_on_user_error():
+    main()

@@ -31,10 +31,29 @@ def _escape(line: str) -> str:
   return "`".join(parts)
 
 
+def call(made: griffe.Class) -> str:
+  """How a class is called, with its fields and their defaults; "" without any."""
+  fields = {}
+  for owner in (*reversed(made.mro()), made):
+    if init := owner.members.get("__init__"):
+      fields = {x.name: x.default for x in init.parameters if x.name != "self"}
+      continue
+    for name, member in owner.members.items():
+      # A ClassVar has no label of an instance.
+      if "instance-attribute" in member.labels and member.annotation:
+        fields[name] = member.value
+  words = [x if y is None else f"{x}={y}" for x, y in fields.items() if not x.startswith("_")]
+  line, rest = f"{made.name}({', '.join(words)})", ",\n    ".join(words)
+  line = line if len(line) < 80 else f"{made.name}(\n    {rest},\n)"
+  return line if words else ""
+
+
 class Equations(griffe.Extension):
-  """Applies `with_blocks` to every docstring."""
+  """Applies `with_blocks` to every docstring, and shows how classes are called."""
 
   def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
     """Changes the docstring of a module, class or function in place."""
     if obj.docstring:
       obj.docstring.value = with_blocks(obj.docstring.value)
+      if obj.is_class and (made := call(obj)):
+        obj.docstring.value = f"```python\n{made}\n```\n\n{obj.docstring.value}"

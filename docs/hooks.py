@@ -28,4 +28,7 @@ def on_page_content(html, page, config, files):
   def mark(block):
     return re.sub(r"(?<!\S)--[^\s<]+", r'<span class="flag">\g<0></span>', block[0])
 
-  return re.sub(r'<div class="language-text.*?</code>', mark, html, flags=re.DOTALL)
+  html = re.sub(r'<div class="language-text.*?</code>', mark, html, flags=re.DOTALL)
+  # Its tables are lists on a narrow screen.
+  is_wide = page.file.src_uri == "settings.md"
+  return f'<div class="settings">{html}</div>' if is_wide else html

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -62,10 +63,10 @@ class Interrupted(Exception):  # noqa: N818
 def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   """Turns errors that users can correct into one message and exit status 1.
 
-  These are a `UserError`, an `OSError` that names a file, and too little memory. The environment
-  variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its signal, so that
-  a scheduler does not take the run for complete, and Ctrl-C with 130. `flags` get two dashes at a
-  message's beginning.
+  These are a `UserError`, an `OSError` that names a file, a full disk, and too little memory. The
+  environment variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its
+  signal, so that a scheduler does not take the run for complete, and Ctrl-C with 130. `flags` get
+  two dashes at a message's beginning.
   """
   try:
     yield
@@ -92,6 +93,8 @@ def _message(error: Exception) -> str | None:
     return str(error)
   if isinstance(error, OSError) and error.filename is not None:
     return f"{error.filename}: expected to read or write it, got: {error.strerror}"
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    return f"disk: expected room to write, got: {error.strerror}"
   is_full = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
   if not is_full and not isinstance(error, MemoryError):
     return None

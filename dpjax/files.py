@@ -92,11 +92,16 @@ def check_writable(folder: Path) -> None:
     raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON file completely or not at all; makes its folder if missing."""
+def write_file(path: Path, content: bytes) -> None:
+  """Writes a file completely or not at all; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with replacing_file(path) as file:
-    file.write((json.dumps(content, indent=2) + "\n").encode())
+    file.write(content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+  """Writes a JSON file by `write_file`."""
+  write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager

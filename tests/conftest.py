@@ -7,11 +7,13 @@ import tempfile
 from importlib import metadata
 
 # Tests compile much and compute little: machine code that is not optimised is there in
-# less than half the time. (The scripts that tests start are compiled as a user's are.)
+# less than half the time. (The scripts that tests start are compiled as a user's are, and with
+# XLA_LEVEL=default everything.)
 _FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 if metadata.version("jaxlib").split(".")[:2] == ["0", "10"]:  # unknown to later ones
   _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+if os.environ.get("XLA_LEVEL") != "default":
+  os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda: on a GPU
 os.environ.setdefault("TQDM_DISABLE", "1")
 

@@ -1,5 +1,6 @@
 """The `dpjax` command, and experiments by name."""
 
+import logging
 import ntpath
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import absl.logging
 import pytest
 
 import dpjax
@@ -108,3 +110,14 @@ for name in ("msa_ptb:tiny", "mine.py"):
     env={**os.environ, "PYTHONPATH": str(tmp_path)},
   )
   assert done.stdout == "attention\n" * 2, done.stderr
+
+
+def test_warnings_are_sentences_and_libtpu_is_quiet(monkeypatch):
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # as JAX does where it sees no TPU
+  monkeypatch.setenv("TPU_WORKER_ID", "7")
+  monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+  assert helpers.command("evaluate").startswith("--workdir, ")
+  line = logging.LogRecord("dpjax", logging.WARNING, "file.py", 3, "%s is odd", ("It",), None)
+  assert absl.logging.get_absl_handler().format(line) == "WARNING: It is odd"
+  assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5litepod-4"
+  assert os.environ["TPU_WORKER_ID"] == "7"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from dpjax.analysis import devices, traffic
 from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.training import losses, sharding, step
-from tests import helpers
+from tests import helpers, test_snippets
 
 SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=3, max_length=48)
 
@@ -54,6 +55,54 @@ def test_counts_what_a_step_takes():
   assert train["bytes"] > 3 * 4 * found["parameters"] > generate["bytes"] / 4
 
 
+def test_parameters_are_told_by_part():
+  config = small("fixed", first=dict(num_layers=1), last=dict(num_layers=1))
+  found = compile_lib.compile_steps(config, "cpu", steps=())
+  parts, (d, f, v) = found["parts"], (24, 56, 41)
+  assert sum(parts.values()) == found["parameters"]
+  assert parts["first.mixer"] * 3 == parts["middle.mixer"]
+  assert parts["last.feed_forward"] == 2 * d * f + d + f and parts["first.norms"] == 4 * d
+  assert parts["logits"] == d * v + v and parts["embedding"] == v * d
+
+
+def test_a_batch_that_does_not_divide_is_rounded_up():
+  config = small("fixed")
+  config.train.batch_size, config.train.accumulate_steps = 5, 2
+  found = compile_lib.compile_steps(config, "here", steps=())
+  assert (found["devices"], found["batch_size"]) == (8, 16)
+  assert config.train.batch_size == 5
+
+
+def test_the_command_takes_the_vocabulary_of_a_run(finished, capsys):
+  """Of its folder, unless it is of another text; and the plan of a training."""
+  folder, run, _ = finished
+  words = [f"--config={folder}", "--steps=evaluate", "--config.train.batch_size=3"]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(devices, "prepare", lambda: None)
+    patch.setattr(devices, "find", lambda _: (devices.Device("cpu", 2**30), jax.devices()[:2]))
+    assert helpers.command("compile", *words) is None
+    shown = capsys.readouterr().out
+    assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 4, as 3 do not divide" in shown
+    said = helpers.command("compile", *words, "--config.data.lower_text")
+  assert "--config.model.vocab_size=NUMBER, or --config=RUN" in said
+  size = sum(x.size for x in jax.tree.leaves(run.params))
+  assert re.search(rf"^parameters +{size:,}$", shown, re.MULTILINE)
+
+
+def test_a_dry_run_tells_what_training_takes_and_trains_nothing(finished, tmp_path, capsys):
+  folder, run, _ = finished
+  words = [f"--config={folder}", f"--workdir={tmp_path / 'plan'}", "--dry_run"]
+  assert helpers.command("train", *words, "--config.train.batch_size=16") is None
+  shown = capsys.readouterr().out
+  size = sum(x.size for x in jax.tree.leaves(run.params))
+  assert re.search(rf"^parameters +{size:,}$", shown, re.MULTILINE)
+  assert re.search(r"^train +9,318 tokens", shown, re.MULTILINE)
+  assert "12 updates of 16 x 19 tokens, 0.3" in shown and "8 x " in shown and ": fits, " in shown
+  assert not (tmp_path / "plan/checkpoints").exists()
+  said = helpers.command("train", *words, "--config.train.batch_size=9")
+  assert said.startswith("train.batch_size: expected a multiple of 8 ")
+
+
 def test_the_table_tells_what_fits_and_what_does_not():
   found = compile_lib.compile_steps(small("fixed"), "cpu", steps=["evaluate"])
   assert "1 x " in compile_lib.table(found) and ": fits, " in compile_lib.table(found)
@@ -77,6 +126,26 @@ def test_the_largest_batch_is_found_by_compiling(monkeypatch):
   assert len(tried) < 14
   monkeypatch.setattr(compile_lib, "_measure", lambda *_: {"fits": False})
   assert compile_lib.largest_batch(small(), "cpu") == 0
+
+
+def test_every_command_of_the_documentation_is_taken(monkeypatch, capsys):
+  """As far as the compiler, here on eight chips."""
+
+  def measure(program, *_):
+    rows = jax.tree.leaves(program[1][1])[0].shape[0]
+    return {"needed_gib": 3.0, "fits": rows < 99, "refused": "by a test"}
+
+  monkeypatch.setattr(compile_lib, "_measure", measure)
+  monkeypatch.setattr(devices, "prepare", lambda: None)
+  tpu = devices.DEVICES["v5e"], jax.devices()
+  monkeypatch.setattr(devices, "find", lambda topology: topology and tpu)
+  blocks = test_snippets.blocks(helpers.ROOT / "docs/accelerators.md")
+  words = [words for *_, code, _ in blocks for words in test_snippets.commands(code)]
+  compiled = [rest for program, name, *rest in words if (program, name) == ("dpjax", "compile")]
+  assert [helpers.command("compile", *rest) for rest in compiled] == [None] * 3
+  shown = capsys.readouterr().out
+  assert "train.batch_size: 8, as 5 do not divide" in shown
+  assert "largest train.batch_size that fits: 9" in shown
 
 
 def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():

@@ -140,8 +140,9 @@ def test_steps_beside_pytorch_are_those_that_were_measured(name):
   assert len(rows) == 10
   assert_said(*(f"| {' | '.join(cells)} |" for cells in rows), page=RESULTS)
   # Those of the Dispatcher's and the pooling paper.
-  wide, low = (", ".join(row[i] for row in rows[:5]) for i in (0, 1))
-  assert re.search(rf"{low}[^|;]* \(in float32 {wide}\)", README)
+  columns = [[row[i] for row in rows[:5]] for i in (0, 1)]
+  wide, low = (f"{min(column)} to {max(column)}" for column in columns)
+  assert re.search(rf"{low}( of its time)? \(float32 {wide}\)", README)
 
 
 def test_tables_of_operators_are_those_that_were_measured():
@@ -178,6 +179,7 @@ def test_the_dispatcher_beside_attention_is_what_was_measured():
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 150
+  assert all(len(re.findall(r"\d\.\d", cell)) <= 8 for cell in README.split("|"))
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
   beside = result("trajectories/same")["models"].values()
   most = max(model["most_of_first_100"] for model in beside)
@@ -245,6 +247,11 @@ def test_the_page_of_settings_is_what_the_code_says():
   page = (DOCS / "settings.md").read_text(encoding="utf-8")
   assert ours(page) == ours(generator["page"]())
   assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
+
+
+def test_the_index_names_every_guide():
+  named = re.findall(r"\]\((guides/\w+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+  assert {*named} == {f"guides/{path.name}" for path in DOCS.glob("guides/*.md")}
 
 
 def test_links_between_pages_hold():

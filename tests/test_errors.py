@@ -1,5 +1,6 @@
 """A script ends with one line for what its user can correct, and a traceback otherwise."""
 
+import errno
 import os
 import signal
 import sys
@@ -62,6 +63,37 @@ def test_what_may_be_a_defect_keeps_its_traceback(fail, kind):
   with pytest.raises(kind) as error, exit_on_user_error():
     fail()
   assert not isinstance(error.value, UserError)
+
+
+@pytest.fixture
+def full_disk():
+  """No file of this process may become longer than 400 bytes, as on a disk that is full."""
+  resource = pytest.importorskip("resource")
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  jax.config.update("jax_enable_compilation_cache", False)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (400, before[1]))
+  yield
+  resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  jax.config.update("jax_enable_compilation_cache", True)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_part(finished, tmp_path, full_disk, capsys):
+  run = finished[0]
+  for name in ("plots", "evaluate"):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "x.svg").write_text("the one before")
+    words = {"plots": [run, f"--out={folder / 'x.svg'}"]}
+    said = helpers.command(name, *words.get(name, [f"--workdir={run}", f"--out={folder}"]))
+    assert str(said).startswith(f"{folder}/") and "expected to read or write it, got: " in said
+    assert [x.name for x in folder.iterdir()] == ["x.svg"] and "\n" not in said
+    assert (folder / "x.svg").read_text() == "the one before"
+  shown = capsys.readouterr().out
+  assert "Median cost of" in shown and "bits per character" in shown
+  with pytest.raises(SystemExit, match="^disk: expected room to write, got: ") as end:
+    with exit_on_user_error():
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+  assert "\n" not in end.value.code
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 1)])

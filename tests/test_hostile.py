@@ -58,6 +58,7 @@ COMMANDS = helpers.cases(r"""
   {train} --config={quickstart} --plugin=ends | --plugin: expected a module .* .SystemExit: 0
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
   {train} --config={quickstart} rest | flags: expected --name=value
+  {train} --config={quickstart} --config.model.width=8,6 | .dpjax sweep trains a run for each
   train --config={quickstart} --wordkir={new} | wordkir
   # Folders that are no run's, or another's.
   train --config={quickstart} --workdir={run} | workdir: expected an empty folder or a run

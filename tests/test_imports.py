@@ -63,6 +63,8 @@ def test_imports_go_down(path):
     allowed |= {room, "errors", "files", "hub", "lazy", "versions", "__version__"}
     if room in READS_CONFIG or parts[1:] == ("models", "build"):
       allowed |= {"config", "registry"}
+    if parts[1:] == ("commands", "train"):
+      allowed |= {"analysis"}  # --dry_run compiles the step.
     if parts[1:] == ("training", "optimizer"):
       allowed |= {"registry"}
   tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Figures and tables from run folders that the tests write."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def test_medians_of_nothing_known_and_in_double_precision():
     (mixer("dispatcher_multihead", num_heads=8), "multi-head Dispatcher, 8 heads"),
     (mixer("he", adjustment=False, output_projection=False), "HE, extraction alone"),
     (mixer("we", adjustment=False, output_projection=True), "WE, no adjustment"),
+    ([*[mixer("a")] * 3, mixer("he"), mixer("a")], "3 x a + HE + a"),
   ],
 )
 def test_names_of_mixers(settings, expected):
@@ -157,6 +159,21 @@ def test_what_differs_is_told(folder, settings, key):
   runs = runs_lib.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **settings)])
   notes = runs_lib.notes(runs, ["model.mixer", "model.num_layers"])
   assert [note.split(":")[0] for note in notes] == ([key] if key else [])
+
+
+def test_runs_on_different_texts_say_so(folder):
+  """Also of one path, whose content has changed."""
+  names = [folder(name, [4, 3]) for name in "abc"]
+  for name, text in zip(names, ("one", "one", "two"), strict=True):
+    Path(name, "data").mkdir()
+    about = {"name": "books", "splits": {"valid": {"sha256": text * 9}}}
+    Path(name, "data/data.json").write_text(json.dumps(about))
+  runs = runs_lib.read_runs(names, [*"abc"])
+  (note,) = runs_lib.notes(runs)
+  assert note.startswith(
+    "different texts, so their scores do not compare: books (oneoneone) for a; b"
+  )
+  assert runs_lib.notes(runs[:2]) == []
 
 
 def test_the_command_prints_and_writes(folder, tmp_path, capsys):
@@ -302,6 +319,30 @@ def test_widths_for_papers(folder, tmp_path, width, font_size):
   np.testing.assert_allclose(float(found) / 72, width, rtol=1e-3)
   drawn = plots.draw(runs_lib.read_runs([run]), every=1, width=width)
   assert drawn.axes[0].yaxis.label.get_size() == font_size
+
+
+@pytest.mark.parametrize("width", [3.3, 5.5, 9])
+def test_nothing_is_cut_and_panels_have_most_of_the_figure(folder, width):
+  names = [folder(str(i), range(19000, 0, -1), train__learning_rate=i / 7) for i in range(5)]
+  for name in names:
+    log(name, evaluated(2000, 3.5), evaluated(4000, 2.5))
+  runs = runs_lib.read_runs(names)
+  drawn = plots.draw(runs, figure="progress", metric="valid/bits_per_character", width=width)
+  drawn.draw_without_rendering()
+  inside, size = drawn.bbox.padded(2), drawn.bbox.width * drawn.bbox.height
+  panels = [axes.get_window_extent() for axes in drawn.axes]
+  texts = [text for axes in drawn.axes for text in (axes.yaxis.label, axes.xaxis.label)]
+  for box in [text.get_window_extent() for text in texts] + [drawn.legends[0].get_window_extent()]:
+    assert inside.x0 <= box.x0 and box.x1 <= inside.x1, (box, inside)
+    assert inside.y0 <= box.y0 and box.y1 <= inside.y1, (box, inside)
+  for axes, panel in zip(drawn.axes, panels, strict=True):  # A label is no longer than its axis.
+    assert axes.yaxis.label.get_window_extent().height < 1.05 * panel.height
+    low, high = axes.get_xlim()
+    places = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+    ticks = [text.get_window_extent() for at, text in places if low <= at <= high]
+    assert all(x.x1 < y.x0 for x, y in itertools.pairwise(ticks))
+  assert sum(x.width * x.height for x in panels) > 0.4 * size
+  assert drawn.get_figwidth() == width
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.analysis import segmentation
 from dpjax.analysis.segmentation import Segmentation, draw, render, segment
+from dpjax.errors import UserError
+from dpjax.models import build
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.text.tokens import train_tokenizer
+from tests import helpers
 
 TEXT = "to be|\nor"
 # Of characters, the line end first: "\n", " ", "b", "e", "o", "r", "t", "|", unknown.
@@ -62,15 +66,38 @@ def test_boundaries_and_entropies_are_the_models():
   np.testing.assert_allclose(found.probabilities, chance, atol=4e-3)
 
 
-def test_a_model_may_have_no_predictor_or_no_segments():
+def test_a_model_may_have_no_predictor_but_has_segments():
   run = made_up("whitespace")
   tokens = run.tokenizer.encode(TEXT)
   found = segment(run, tokens)
   assert np.flatnonzero(found.boundaries).tolist() == [2, 6]
   assert found.probabilities is None
-  none = segment(made_up("vanilla"), tokens)
-  assert none.boundaries.tolist() == [False] * 9 and none.probabilities is None
-  np.testing.assert_array_equal(none.entropies, found.entropies)
+  with pytest.raises(UserError, match="^run: expected a model with token pooling, got one without"):
+    segment(made_up("vanilla"), tokens)
+
+
+@pytest.mark.parametrize("outer, before", [("fixed", 1), ("routing", 0)])
+def test_every_stage_is_shown(outer, before, monkeypatch, capsys):
+  """Before fixed segments there is a group, which the second stage counts."""
+  model = helpers.model_settings("relative_attention", outer, vocab_size=NUM_IDS)
+  inner = config_lib.boundaries("fixed", shortening_factor=3)
+  model.middle = config_lib.middle(inner, width=10)
+  run = made_up("gumbel", max_length=29)
+  run.config, run.model = SimpleNamespace(model=model), build.build_model(model)
+  run.params = helpers.draw_params(run.model, 8, 0.5)
+  found = segment(run, run.tokens("test")[:29])
+  (stage,) = found.inner
+  first, second = (np.flatnonzero(x.boundaries).tolist() for x in (found, stage))
+  assert second == first[2 - before :: 3] and len(second) > 1
+  if outer == "fixed":
+    assert first == [*range(1, 29, 2)]
+  assert render(found).count("||") == len(second)
+  lines = draw(found).axes[0].get_lines()
+  assert [line.get_xdata()[0] - 0.5 for line in lines] == first
+  assert len({line.get_linewidth() for line in lines}) == 2
+  monkeypatch.setattr(run_lib, "load", lambda folder: run)
+  segmentation.main(["runs/a"])
+  assert f"{len(first)} closed segments, {len(second)} of stage 2; mean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,20 @@ def test_the_table(folder, capsys):
     folder(f"runs/{name}", by_seed)
   significance.main(["runs/better/", "runs/none", "runs/worse", "--baseline=runs/none/"])
   rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-  assert rows == [
-    "bits_per_character of the test split, seeds [0, 1, 2]".split(),
+  assert rows[0] == "bits_per_character of the test split, seeds [0, 1, 2]".split()
+  assert rows[1][:2] == ["Paired", "t-test"]
+  assert rows[3:] == [
+    ["n", "mean", "deviation", "difference", "95%", "interval", "p"],
+    ["runs/none", "3", "1.2500", "0.2500", "+0.0000", "+0.0000", "to", "+0.0000", "1.0000"],
+    ["runs/better", "3", "0.7467", "0.2403", "-0.5033", "-0.5413", "to", "-0.4654", "0.0003"],
+    ["runs/worse", "3", "1.4667", "0.1528", "+0.2167", "-0.0419", "to", "+0.4752", "0.0691"],
     [],
-    ["mean", "deviation", "difference", "p"],
-    ["runs/none", "1.2500", "0.2500", "+0.0000", "1.0000"],
-    ["runs/better", "0.7467", "0.2403", "-0.5033", "0.0003"],
-    ["runs/worse", "1.4667", "0.1528", "+0.2167", "0.0691"],
+    "3 seeds: the test is weak, and rests on normal scores; take 5 or more".split(),
   ]
+  for name in ("runs/none", "runs/worse"):
+    folder(name, {seed: 1 + seed / 8 for seed in range(5)})
+  significance.main(["runs/worse", "--baseline=runs/none"])
+  assert "weak" not in capsys.readouterr().out
 
 
 def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):

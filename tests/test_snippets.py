@@ -1,4 +1,4 @@
-"""Every snippet of the README, the guides and the API pages runs, from top to bottom.
+"""Every snippet of the README and the documentation runs, from top to bottom.
 
 What a block is, its language says: python runs as it stands, or is written to the file that
 its title names; pycon is a doctest; no language are commands; sh is checked for its flags
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 DOCS = helpers.ROOT / "docs"
 PAGES = [
   helpers.ROOT / "README.md",
-  *(DOCS / f"{name}.md" for name in ("index", "how_it_works", "faq")),
+  *sorted(DOCS.glob("*.md")),
   helpers.ROOT / "models/README.md",
   *sorted(DOCS.glob("guides/*.md")),
   *sorted(DOCS.glob("api/*.md")),
@@ -75,7 +75,7 @@ def run_command(words: list[str]) -> None:
 
 def check_flags(words: list[str]) -> None:
   if words[0] == "dpjax":
-    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis")]
+    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis", "probes")]
     sources = [path for folder in folders for path in folder.glob("*.py")]
     known = "".join(path.read_text(encoding="utf-8") for path in sources)
     for word in words[2:]:

@@ -60,6 +60,20 @@ def test_semicolons_part_values_that_have_commas(experiment):
   assert {run.config.data.split_fractions for run in runs} == {(0.8, 0.1, 0.1)}
 
 
+def test_settings_that_go_together(experiment):
+  words = ["--config.model.width=6,9,15", "--config.train.batch_size=8,16", "--config.seed=2"]
+  words += ["--config.model.num_layers=1,2,3", "--config.train.learning_rate=1e-3,1e-2"]
+  groups = ["model.num_layers,model.width", "train.learning_rate,train.batch_size"]
+  runs = [*sweep.plan([experiment, *words], (), groups)]
+  seen = [(run.config.model.width, run.config.model.num_layers) for run in runs]
+  assert seen == [(w, n) for w, n in ((6, 1), (9, 2), (15, 3)) for _ in range(2)]
+  seen = [(run.config.train.batch_size, run.config.train.learning_rate) for run in runs]
+  assert seen == [(8, 1e-3), (16, 1e-2)] * 3
+  assert runs[1].folder == "width=6,batch_size=16,num_layers=1,learning_rate=1e-2/seed_2"
+  with pytest.raises(dpjax.UserError, match="--zip: .* equal .*'model.width': 3, 'seed': 1"):
+    [*sweep.plan([experiment, *words], (), ["model.width,seed"])]
+
+
 def test_mixers_and_settings_of_one_name(experiment):
   words = ["--config.model.mixer=we,he", "--config.model.width=6,8"]
   words += ["--config.model.feed_forward_width=5", "--config.eval.batch_size=3,4"]
@@ -78,6 +92,7 @@ def test_mixers_and_settings_of_one_name(experiment):
     (["--config.train.learning_rat=1e-3"], "nearest known is train.learning_rate"),
     (["--config.train.batch_size=3,-2"], "train.batch_size: expected .*-2"),
     (["--config.model.width=6,6"], "expected values that differ, got width=6/seed_0 twice"),
+    (["--zip=train.batch_size,model.width"], "--zip: expected settings .* got .* with none"),
     (["--seeds=1,a"], "--seeds: expected integers with commas between them, got 1,a"),
     (["--seeds=1,-1"], "seed: expected .*-1"),
     (["rest"], "flags: expected --name=value, got rest"),
@@ -138,6 +153,15 @@ def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
   assert table[3:5] == [[folders[i], "1", "not", "finite"] for i in (2, 3)]
   assert "The best: learning_rate=2e-2\n" in printed.out
   assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
+  # One table over several sweeps trains nothing; the best of all comes first.
+  shutil.copytree(tmp_path / "runs", tmp_path / "others")
+  sweeps = [f"--table={tmp_path / name}" for name in ("runs", "others")]
+  assert helpers.command("sweep", *sweeps) is None and len(begun) == 7
+  printed = capsys.readouterr().out
+  names = [line.split()[0] for line in printed.splitlines() if "learning_rate=2e-2 " in line]
+  assert names == [f"{tmp_path / name}/learning_rate=2e-2" for name in ("runs", "others")]
+  said = helpers.command("sweep", f"--table={tmp_path}")
+  assert said == f"--table: expected a folder with sweep.json, got {tmp_path}"
   # Plugins are the command's own. An entry of the table that says nothing counts as none.
   del begun[:]
   path = tmp_path / "runs" / folders[0] / "config.json"

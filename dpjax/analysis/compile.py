@@ -1,9 +1,11 @@
 """Compiles a configuration for devices that need not be there, and tells what it would take.
 
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
-  dpjax compile --config=pooling_text8:none --topology=h100:8 --config.train.parameters=sharded
+  dpjax compile --config=runs/mine --topology=h100:8 --config.train.parameters=sharded
 
 A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :NUMBER; or cpu.
+A vocabulary that a run gets from its text comes from --config=RUN, the folder of one that has it,
+or --config.model.vocab_size=NUMBER. A batch is rounded up to whole rows a device.
 TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory and collectives are
 the compiler's. "floor" is the time that no run can beat, but for a GPU's cache: that of the bytes
 moved at the memory's bandwidth, or of the products at the largest rate, whichever is longer.
@@ -11,7 +13,9 @@ moved at the memory's bandwidth, or of the products at the largest rate, whichev
 
 import dataclasses
 import math
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,12 +37,18 @@ _SIZES = {"gpt2": 50_257, "bert_base_cased": 28_996}
 
 
 def compile_steps(
-  config: ConfigDict, topology: str, *, steps: Sequence[str] = STEPS, segments: int = 0
+  config: ConfigDict,
+  topology: str,
+  *,
+  steps: Sequence[str] = STEPS,
+  segments: int = 0,
+  run: str = "",
 ) -> dict[str, Any]:
   """Compiles steps of a configuration for a topology, without its data.
 
   A vocabulary that a run would learn has `data.tokenizer_size` entries; one that follows from a
-  text, as of characters, needs `model.vocab_size`.
+  text, as of characters, needs `run` or `model.vocab_size`. A batch that does not divide over the
+  devices is rounded up.
 
   Args:
     config: from `dpjax.config`.
@@ -46,12 +56,14 @@ def compile_steps(
     steps: some of `STEPS`. Training and evaluation are for all devices; generation, of
       `eval.batch_size` rows with their caches, for one.
     segments: of a batch's longest row, for pooling at places that the tokens tell; 0 is the window.
+    run: the folder of a run with the vocabulary, if there is one.
 
   Returns:
-    {"devices", "memory_gib", "steps": {step: {name: value}}}, of each device: "compile_seconds",
+    {"devices", "memory_gib", "batch_size", "parameters", "parts": {part: parameters},
+    "steps": {step: {name: value}}}, of each device: "compile_seconds",
     "arguments_gib", "temporary_gib", "needed_gib", "fits", "products" (operations of matrix
     products), "bytes", "floor_seconds", "collectives", "custom_calls" and "unknown_loops" (see
-    `dpjax.analysis.traffic.Traffic`), "parameters". A program that the compiler refuses because
+    `dpjax.analysis.traffic.Traffic`). A program that the compiler refuses because
     of its memory has "refused" instead.
 
   Raises:
@@ -61,13 +73,17 @@ def compile_steps(
     if step not in STEPS:
       raise unknown("steps", STEPS, step)
   device, places = devices.find(topology)
-  programs, dtype = _Programs(_with_vocabulary(config), places, segments), _dtype(config)
+  config, dtype = _with_vocabulary(config, run), _dtype(config)
+  unit = len(places) * config.train.accumulate_steps
+  config.train.batch_size = -(-config.train.batch_size // unit) * unit
+  programs = _Programs(config, places, segments)
   found = {step: _measure(getattr(programs, step)(), device, dtype) for step in steps}
   facts = {"devices": len(places), "memory_gib": device.memory / 2**30}
-  return facts | {"parameters": programs.parameters, "steps": found}
+  facts |= {"batch_size": config.train.batch_size, "parameters": programs.parameters}
+  return facts | {"parts": programs.parts, "steps": found}
 
 
-def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0) -> int:
+def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0, run: str = "") -> int:
   """The largest `train.batch_size` whose training step fits the devices, to 1 part in 16.
 
   Compiles for a growing batch, then bisects; 0 if no batch fits.
@@ -76,7 +92,7 @@ def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0) -> in
   unit = len(places) * config.train.accumulate_steps
 
   def fits(units: int) -> bool:
-    changed = _with_vocabulary(config)
+    changed = _with_vocabulary(config, run)
     changed.train.batch_size = units * unit
     train = _Programs(changed, places, segments).train()
     return _measure(train, device, _dtype(config))["fits"]
@@ -107,17 +123,24 @@ class _Programs:
     import jax
 
     from dpjax.models import build
-    from dpjax.run import training
+    from dpjax.run import training, workdir
+    from dpjax.run.run import load
     from dpjax.training import sharding
 
     config_lib.check(config)
     sharding.check_rows(config.train.batch_size, config.train.accumulate_steps, len(places))
     self._config, self._mesh = config, sharding.make_mesh(places)
     self._one = sharding.make_mesh(places[:1])
-    self._model, self._kinds = build.build_model(config.model), build.build_boundaries(config.model)
+    frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
+    self._model = build.make_model(config, None, frozen)
+    self._kinds = build.build_boundaries(config.model)
     self._trainer = training.make_trainer(config, self._model, config.train.num_steps or 10**6)
     self._state = self._trainer.abstract_state(self._mesh)
-    self.parameters = sum(x.size for x in jax.tree.leaves(self._state.params))
+    self.parts: dict[str, int] = {}
+    for path, array in jax.tree.leaves_with_path(self._state.params):
+      name = _part(jax.tree_util.keystr(path, simple=True, separator="."))
+      self.parts[name] = self.parts.get(name, 0) + array.size
+    self.parameters = sum(self.parts.values())
     hosts = {place.process_index for place in places}
     self._segments = (segments or config.model.max_length) if len(hosts) == 1 else None
 
@@ -185,6 +208,13 @@ class _Programs:
     return build.capacity_for(kind, shape[1], min(self._segments, shape[1]))
 
 
+def _part(name: str) -> str:
+  """The part of a model that a parameter belongs to: "layers.mixer", "first.norms", "logits"."""
+  name = re.sub(r"^hourglass\.|period\.place_\d+\.|layer_\d+\.", "", name)
+  found = re.match(r"(.*?)(mixer|feed_forward|boundary_predictor)(_norm)?\.", name)
+  return found[1] + ("norms" if found[3] else found[2]) if found else name.partition(".")[0]
+
+
 def _placed(arrays: Any, mesh: Any, axis: str | None) -> Any:
   """Arrays without values on a mesh, their first axis divided."""
   import jax
@@ -234,18 +264,24 @@ def _measure(program: _Program, device: devices.Device, dtype: str) -> dict[str,
   return found
 
 
-def _with_vocabulary(config: ConfigDict) -> ConfigDict:
+def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   """A copy with what a run would learn from its tokenizer, as far as sizes depend on it."""
   from dpjax.models import build
+  from dpjax.run import workdir
+  from dpjax.text.tokens import load_tokenizer
 
   config, data = config.copy_and_resolve_references(), config.data
   size = config.model.vocab_size or _SIZES.get(data.tokenizer_file, 0)
+  source = run or data.tokenizer_file or config.train.initial_run
+  if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
+    return build.with_vocabulary(config, tokenizer)
   if not size and not data.tokenizer_file and data.tokenizer != "characters":
     size = 256 if data.tokenizer == "bytes" else data.tokenizer_size
   if not size:
     raise UserError(
       "model.vocab_size: expected the number of entries of the vocabulary, which a run gets from "
-      "its text or from data.tokenizer_file, got 0"
+      "its text (--config.model.vocab_size=NUMBER, or --config=RUN, the folder of a run that has "
+      "it), got 0"
     )
   config.model.vocab_size = size
   for kind in build.build_boundaries(config.model)[:1]:
@@ -264,19 +300,30 @@ def main() -> None:
   flags.DEFINE_bool("largest_batch", False, "find the largest train.batch_size that fits, too")
   flags.DEFINE(command_line.PATH, "out", None, "a file for all of it as JSON")
   devices.prepare()
-  command_line.start(lambda _: _compile(flags.FLAGS), __doc__)
+  _, places = command_line.take(sys.argv[1:], "config")
+  command_line.start(lambda _: _compile(flags.FLAGS, *places[-1:]), __doc__)
 
 
-def _compile(given) -> None:
+def _compile(given, place: str = "") -> None:
   if given.config is None:
     raise UserError("--config: expected an experiment, got none")
-  sizes = dict(topology=given.topology, segments=given.segments)
+  # Another text or tokenizer than the run's has another vocabulary.
+  place = os.path.expanduser(place)
+  data = given.config.data.to_dict()
+  is_run = os.path.isdir(place) and config_lib.load(place).data.to_dict() == data
+  sizes: Any = dict(topology=given.topology, segments=given.segments, run=place * is_run)
   found = compile_steps(given.config, **sizes, steps=given.steps)
   if given.largest_batch:
     found["largest_batch"] = largest_batch(given.config, **sizes)
   print(table(found))
+  if found["batch_size"] != (rows := given.config.train.batch_size):
+    print(f"train.batch_size: {found['batch_size']}, as {rows} do not divide over the devices")
   if given.out:
     files.write_json(Path(given.out), found)
+
+
+def _size(gib: float) -> str:
+  return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 2**10:.1f} MiB"
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -293,7 +340,7 @@ def table(found: Mapping[str, Any]) -> str:
       [
         name,
         f"{step['compile_seconds']:.1f} s",
-        *(f"{step[key]:.2f} GiB" for key in ("arguments_gib", "temporary_gib", "needed_gib")),
+        *(_size(step[key]) for key in ("arguments_gib", "temporary_gib", "needed_gib")),
         f"{step['products'] / 1e12:.3f} Tflop",
         f"{step['bytes'] / 1e9:.2f} GB",
         "-" if floor is None else f"{1e3 * floor:.2f} ms",
@@ -313,4 +360,6 @@ def table(found: Mapping[str, Any]) -> str:
   head = f"{found['devices']} x {memory:.2f} GiB: {verdict}"
   if "largest_batch" in found:
     notes.append(f"largest train.batch_size that fits: {found['largest_batch']}")
-  return "\n".join([head, "", style.table(heads, rows), "", *notes])
+  parts = [[name, f"{size:,}"] for name, size in found["parts"].items()]
+  parts = style.table(["parameters", f"{found['parameters']:,}"], parts)
+  return "\n".join([head, "", style.table(heads, rows), "", parts, "", *notes]).rstrip()

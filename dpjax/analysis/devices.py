@@ -2,7 +2,8 @@
 
   v5e:4x4     16 chips of a TPU v5e, in that topology
   h100, h100:8  one NVIDIA H100, or eight of a machine
-  cpu         this machine
+  cpu         this machine's processor
+  here        all devices that JAX has
 
 Memory, bandwidth and rates are the makers' data sheets: of matrix products with sums in float32,
 without sparsity, of bfloat16 and of float32, which a GPU multiplies as TF32 and a TPU as bfloat16.
@@ -13,6 +14,7 @@ import importlib.util
 import os
 from typing import Any
 
+from dpjax.commands.flags import NO_TPU
 from dpjax.errors import UserError
 
 GB = 10**9
@@ -105,9 +107,7 @@ def prepare() -> None:
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # It needs a driver.
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
+    **NO_TPU,
   }
   known, flag = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"
   if flag not in known:  # A GPU's kernels are else chosen by timing them there.
@@ -123,10 +123,12 @@ def find(topology: str) -> tuple[Device, list[Any]]:
   from jax.experimental import topologies
 
   name, _, shape = topology.partition(":")
-  if topology == "cpu":
+  if topology in ("cpu", "here"):
     from dpjax.training import profiling
 
-    return Device("cpu", profiling.machine_memory()), jax.devices("cpu")[:1]
+    here = jax.devices("cpu")[:1] if topology == "cpu" else jax.devices()
+    memory = (here[0].memory_stats() or {}).get("bytes_limit") or profiling.machine_memory()
+    return Device(here[0].platform, memory), here
   if name not in DEVICES:
     known = ", ".join((*DEVICES, "cpu"))
     raise UserError(f"--topology: expected one of {known}, as v5e:2x2 or h100:8, got {topology}")

@@ -24,6 +24,7 @@ label or mixer form a line, through the mean if several share a place. A table i
 """
 
 import argparse
+import io
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dpjax import files
 from dpjax.analysis import runs as runs_lib
 from dpjax.analysis import style
 from dpjax.analysis.runs import Record, setting
@@ -74,29 +76,32 @@ def draw(
 
   kinds = ["curves", *["metric"] * bool(metric)] if figure == "progress" else [figure]
   is_narrow = width < _NARROW
-  shape = (len(kinds), 1) if is_narrow else (1, len(kinds))
-  with style.applied(8 if is_narrow else 10):
-    size = width, 0.6 * width * shape[0] if is_narrow else width * 5 / 9
-    canvas = Figure(figsize=size, layout="constrained")
+  shape, font_size = ((len(kinds), 1), 8) if is_narrow else ((1, len(kinds)), 10)
+  height, letter = width * (0.6 if is_narrow else 5 / 9), 0.0083 * font_size  # inches
+  with style.applied(font_size):
+    canvas = Figure(figsize=(width, height * shape[0]), layout="constrained")
     for axes, kind in zip(canvas.subplots(*shape, squeeze=False).flat, kinds, strict=True):
       if kind in runs_lib.PLACES:
         _draw_places(axes, runs, every, *runs_lib.PLACES[kind])
       else:
         _draw_curves(axes, runs, kind, every, metric or "")
-      if "x" in log and kind not in runs_lib.PLACES:
+      if kind not in runs_lib.PLACES and "x" in log:
         axes.set_xscale("log")
+      elif kind not in runs_lib.PLACES:
+        axes.locator_params("x", nbins=max(1, int((width / shape[1] - 1) / letter / 8)))
       if "y" in log:
         axes.set_yscale("log")
-      if is_narrow:
-        axes.set_ylabel(textwrap.fill(axes.get_ylabel(), 28))
+      axes.set_ylabel(textwrap.fill(axes.get_ylabel(), int((height - 0.6) / letter)))
     lines = {line.get_label(): line for axes in canvas.axes for line in axes.get_lines()}
-    names = [textwrap.fill(str(name), 42 if is_narrow else 34) for name in lines]
-    place = "outside lower left" if is_narrow else "outside right upper"
-    for handle in canvas.legend(lines.values(), names, loc=place).get_lines():
+    names = [textwrap.fill(str(name), int(width / letter) - 6) for name in lines]
+    # Below the panels, which keep their size, in as many columns as there is room for.
+    longest = max((len(part) for name in names for part in name.split("\n")), default=0)
+    columns = max(1, int(width / letter / (longest + 6)))
+    legend = canvas.legend(lines.values(), names, loc="outside lower left", ncols=columns)
+    for handle in legend.get_lines():
       handle.set(linewidth=1.5, alpha=1)
-    if is_narrow:  # The panels keep their size.
-      num_lines = sum(1.5 + name.count("\n") for name in names)
-      canvas.set_figheight(canvas.get_figheight() + 0.14 * num_lines)
+    num_lines = max(sum(1.5 + x.count("\n") for x in names[i::columns]) for i in range(columns))
+    canvas.set_figheight(canvas.get_figheight() + 0.0175 * font_size * num_lines)
     style.finish(canvas)
   return canvas
 
@@ -182,8 +187,9 @@ def default_every(runs: Sequence[Record]) -> int:
 def write(figure: "Figure", path: str | Path) -> None:
   """Writes a figure in the format given by the file's suffix, one of `SUFFIXES`."""
   check_suffix(path)
-  Path(path).parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=300 if figure.get_figwidth() < _NARROW else 150)
+  content, dpi = io.BytesIO(), 300 if figure.get_figwidth() < _NARROW else 150
+  figure.savefig(content, format=Path(path).suffix[1:], dpi=dpi)
+  files.write_file(Path(path), content.getvalue())
 
 
 def check_suffix(path: str | Path) -> None:

@@ -3,6 +3,7 @@
 Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
 """
 
+import itertools
 import json
 import math
 import operator
@@ -42,6 +43,7 @@ class Record(NamedTuple):
     losses: [N], float32, the loss of every update in nats per token; NaN if unknown.
     scores: every logged score, as "valid/bits_per_character" -> {update: value}.
     label: its name, if given; several runs may share it.
+    text: the name of its corpus, and a part of the checksum of the validation split; "" if unknown.
   """
 
   folder: str
@@ -49,6 +51,7 @@ class Record(NamedTuple):
   losses: np.ndarray
   scores: Mapping[str, Mapping[int, float]]
   label: str = ""
+  text: str = ""
 
 
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
@@ -64,7 +67,10 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
   runs = []
   for path, label in zip(workdirs, labels, strict=True):
     config = read_settings(Path(path, "config.json"))
-    runs.append(Record(str(path), config, read_losses(path), read_scores(path), label))
+    about = files.read_json(Path(path, "data", files.RECORD))
+    checksum = setting(about, "splits.valid.sha256")
+    text = f"{about.get('name')} ({str(checksum)[:9]})" if checksum else ""
+    runs.append(Record(str(path), config, read_losses(path), read_scores(path), label, text))
   return runs
 
 
@@ -114,8 +120,8 @@ def mixer_name(config: Mapping[str, Any]) -> str:
     'attention, 32 heads'
     >>> mixer_name({"model": {"mixer": {"name": "we", "output_projection": False}}})
     'WE, no output projection'
-    >>> mixer_name({"model": {"mixer": [{"name": "we"}, {"name": "attention", "num_heads": 4}]}})
-    'WE + attention, 4 heads'
+    >>> mixer_name({"model": {"mixer": [{"name": "we"}] * 2 + [{"name": "short_convolution"}]}})
+    '2 x WE + short_convolution'
 
   Raises a `ValueError` if the settings name no mixer.
   """
@@ -123,7 +129,8 @@ def mixer_name(config: Mapping[str, Any]) -> str:
   several = mixer if isinstance(mixer, list | tuple) else [mixer]
   if not several or not all(isinstance(setting(x, "name"), str) for x in several):
     raise UserError(f"model.mixer: expected the name of a token mixer, got {mixer}")
-  return " + ".join(map(_mixer_name, several))
+  runs = [(name, len([*same])) for name, same in itertools.groupby(map(_mixer_name, several))]
+  return " + ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
 
 
 def _mixer_name(mixer: Mapping[str, Any]) -> str:
@@ -176,12 +183,16 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
 
 
 def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
-  """Sentences on what makes runs hard to compare: settings that differ, and unknown losses.
+  """Sentences on what makes runs hard to compare: texts, settings that differ, unknown losses.
 
   The seed, settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are
   left out.
   """
   labels, sentences = names(runs), []
+  texts = group([run.text for run in runs], labels)
+  if len(texts.keys() - {""}) > 1:
+    shown = [f"{text} for {'; '.join(some)}" for text, some in texts.items() if text]
+    sentences.append(f"different texts, so their scores do not compare: {' | '.join(shown)}")
   columns = differences([run.config for run in runs])
   columns = {k: v for k, v in columns.items() if not lies_in(k, ("seed", *allowed, *REPORTING))}
   counts = [len(run.losses) for run in runs]

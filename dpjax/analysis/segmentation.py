@@ -6,6 +6,7 @@ Prints the text with a mark at the end of each segment, and draws it with --out.
 text is the beginning of the run's test split, of up to 120 tokens.
 
   the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
+  the␣|quick␣||brow|n␣|fox    || where a segment of segments ends, in a model with two stages
   the·␣quick·␣brow·n·␣fox     · between tokens, where some are longer than a character
 
 Source: the pooling paper, Fig. 2.
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
   from dpjax.run import Run
 
 
+class Stage(NamedTuple):
+  """A pooling of segments, [T] as in `Segmentation`; probabilities are nan within a segment."""
+
+  boundaries: np.ndarray
+  probabilities: np.ndarray | None
+
+
 class Segmentation(NamedTuple):
   """A text of T tokens with a model's boundaries and entropies.
 
@@ -38,6 +46,7 @@ class Segmentation(NamedTuple):
     entropies: [T], float32, nats; the entropy of the model's prediction after the token.
     probabilities: [T], float32; the predictor's probability of a boundary, None without one.
     surprisals: [T - 1], float32, nats, of each token after the first, given those before it.
+    inner: the further stages of a model that has them.
   """
 
   pieces: list[str]
@@ -45,6 +54,11 @@ class Segmentation(NamedTuple):
   entropies: np.ndarray
   probabilities: np.ndarray | None
   surprisals: np.ndarray | None = None
+  inner: tuple[Stage, ...] = ()
+
+  def depths(self) -> np.ndarray:
+    """[T], the number of stages of which a segment ends with the token."""
+    return np.sum([self.boundaries, *(stage.boundaries for stage in self.inner)], axis=0)
 
   def enrichment(self, seed: int | None = None) -> float:
     """The mean surprisal of tokens that begin a segment, with that of all tokens as 1.
@@ -66,12 +80,15 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
     the model's softmax after "a" is (0.5, 0.5)  ->  entropies[0] = ln 2 = 0.693
 
-  The text may be given as tokens, [T], from 1 to the model's window. A model without segments has
-  no boundaries.
+  The text may be given as tokens, [T], from 1 to the model's window.
+
+  Raises:
+    ValueError: there are more tokens, or none, or the model has no token pooling.
   """
   import jax
   import jax.numpy as jnp
 
+  from dpjax.models import build
   from dpjax.ops import conditional_entropy
 
   tokens = run.tokenizer.encode(text) if isinstance(text, str) else text
@@ -84,16 +101,32 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
   def read(params, tokens_bt):
     rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
     output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
-    boundaries, logits = output.boundaries, output.boundary_logits
-    boundaries = jnp.zeros(tokens_bt.shape) if boundaries is None else boundaries
-    probabilities = None if logits is None else jax.nn.sigmoid(logits)
+    stages, stage = [], output
+    while stage is not None and stage.boundaries is not None:
+      logits = stage.boundary_logits
+      stages.append((stage.boundaries, None if logits is None else jax.nn.sigmoid(logits)))
+      stage = stage.inner
     log_p_btv = jax.nn.log_softmax(output.logits.astype(jnp.float32))[:, :-1]
     surprisals = -jnp.take_along_axis(log_p_btv, tokens_bt[:, 1:, None], axis=2)[..., 0]
-    rows = boundaries, conditional_entropy(output.logits), probabilities, surprisals
+    rows = stages, conditional_entropy(output.logits), surprisals
     return jax.tree.map(lambda row: row[0].astype(jnp.float32), rows)
 
-  boundaries, *others = jax.device_get(read(run.params, tokens[None]))
-  return Segmentation(split(run.tokenizer, tokens), boundaries > 0.5, *others)
+  stages, entropies, surprisals = jax.device_get(read(run.params, tokens[None]))
+  if not stages:
+    raise UserError("run: expected a model with token pooling, got one without")
+  (boundaries, probabilities), inner = stages[0], []
+  places = np.flatnonzero(boundaries > 0.5)  # the token with which each segment ends
+  kinds = build.build_boundaries(run.config.model) if stages[1:] else ()
+  for kind, (ends, chances) in zip(kinds, stages[1:], strict=False):
+    places = np.append([-1] * kind.has_null_group, places).astype(int)  # -1: before the text
+    ends, is_token = ends[: len(places)] > 0.5, places >= 0
+    if chances is not None:
+      of_segments, chances = chances[: len(places)], np.full(len(tokens), np.nan, np.float32)
+      chances[places[is_token]] = of_segments[is_token]
+    places = places[ends]
+    inner.append(Stage(np.isin(np.arange(len(tokens)), places), chances))
+  pieces, own = split(run.tokenizer, tokens), (boundaries > 0.5, entropies, probabilities)
+  return Segmentation(pieces, *own, surprisals, tuple(inner))
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
@@ -103,15 +136,15 @@ def split(tokenizer, tokens: np.ndarray) -> list[str]:
 
 
 def render(segmentation: Segmentation) -> str:
-  """Writes the text with a | after each closed segment.
+  """Writes the text with a | after each closed segment, one for each stage.
 
     pieces "a", " ", "b", boundaries 0, 1, 0  ->  "a␣|b"
 
   A · separates the tokens of a segment if some are longer than a character.
   """
   join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
-  pairs = zip(segmentation.pieces, segmentation.boundaries, strict=True)
-  text = "".join(visible(piece) + ("|" if ends else join) for piece, ends in pairs)
+  pairs = zip(segmentation.pieces, segmentation.depths(), strict=True)
+  text = "".join(visible(piece) + (depth * "|" or join) for piece, depth in pairs)
   return text if segmentation.boundaries[-1] else text.removesuffix(join)
 
 
@@ -129,22 +162,29 @@ def visible(piece: str) -> str:
 
 @style.applied()
 def draw(segmentation: Segmentation) -> "Figure":
-  """Draws entropies, and a predictor's probabilities; a line ends each closed segment."""
+  """Draws entropies, and predictors' probabilities; a line ends each closed segment.
+
+  It is wider where a segment of a further stage ends, too.
+  """
   from matplotlib.figure import Figure
 
-  count, probabilities = len(segmentation.pieces), segmentation.probabilities
-  rows = 1 if probabilities is None else 2
+  count, depths = len(segmentation.pieces), segmentation.depths()
+  chances = [x.probabilities for x in (segmentation, *segmentation.inner)]
+  curves = [(number, x) for number, x in enumerate(chances, 1) if x is not None]
+  rows = 1 + len(curves)
   canvas = Figure(figsize=(max(5.0, 0.14 * count + 1), 1 + 1.6 * rows), layout="constrained")
   panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
   panels[0].bar(places, segmentation.entropies, color=style.COLOURS[5])
   panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
-  if probabilities is not None:
-    panels[1].plot(places, probabilities, color=style.COLOURS[1], marker=".")
-    panels[1].set(ylabel="probability\nof a boundary", ylim=(-0.05, 1.05))
+  for axes, (number, values) in zip(panels[1:], curves, strict=True):
+    known = ~np.isnan(values)
+    axes.plot(places[known], values[known], color=style.COLOURS[1], marker=".")
+    stage = f", stage {number}" if segmentation.inner else ""
+    axes.set(ylabel=f"probability\nof a boundary{stage}", ylim=(-0.05, 1.05))
   for axes in panels:
     axes.grid(False)  # Lines across are ends of segments.
-    for end in np.flatnonzero(segmentation.boundaries):
-      axes.axvline(end + 0.5, color="0.4", linewidth=0.8, linestyle="--")
+    for end in np.flatnonzero(depths):
+      axes.axvline(end + 0.5, color="0.4", linewidth=0.8 * depths[end], linestyle="--")
   labels = [*map(visible, segmentation.pieces)]
   turn = 90 * (max(map(len, labels)) > 2)
   # Dollars of a text set no formulas.
@@ -174,8 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     beginning = run.tokens("test")[: min(120, run.window)] if given.text is None else given.text
     found = segment(run, beginning)
     print(render(found))
+    counts = [(number, stage.boundaries.sum()) for number, stage in enumerate(found.inner, 2)]
+    stages = "".join(f", {count} of stage {number}" for number, count in counts)
     print(
-      f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments; mean "
+      f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments{stages}; mean "
       f"conditional entropy {found.entropies.mean():.4f} nats"
     )
     if np.isfinite(found.enrichment()):

@@ -21,6 +21,8 @@ from dpjax.analysis import style
 from dpjax.errors import UserError
 from dpjax.files import read_json
 
+_FEW = 5  # seeds, with fewer of which a difference has to be large to be found
+
 
 def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, float]:
   """The mean difference of scores from a baseline's, and p of `scipy.stats.ttest_rel`.
@@ -32,17 +34,36 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple
   Scores are by seed; others than the baseline's, or less than 2, raise a `ValueError`. Equal
   scores give p = 1; other differences that are all equal, p = 0.
   """
+  differences = _differences(scores, baseline)
+  from scipy import stats
+
+  if not any(differences):
+    return 0.0, 1.0
+  with warnings.catch_warnings(action="ignore"):  # of differences without a spread
+    found = stats.ttest_rel(differences, [0.0] * len(differences))
+  return statistics.fmean(differences), float(found.pvalue)
+
+
+def interval(scores: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[float, float]:
+  """The 95% interval of the mean difference, by Student's t with n - 1 degrees; see `compare`.
+
+  >>> low, high = interval({0: 1.0, 1: 1.0, 2: 0.75}, {0: 1.25, 1: 1.5, 2: 1.0})
+  >>> round(low, 3), round(high, 3)
+  (-0.692, 0.025)
+  """
+  differences = _differences(scores, baseline)
+  from scipy import stats
+
+  mean, n = statistics.fmean(differences), len(differences)
+  half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+  return mean - half, mean + half
+
+
+def _differences(scores: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
   seeds = sorted(baseline)
   if len(seeds) < 2 or sorted(scores) != seeds:
     raise UserError(f"seeds: expected those of the baseline, at least 2, {seeds}, got {[*scores]}")
-  from scipy import stats
-
-  ours, theirs = [scores[seed] for seed in seeds], [baseline[seed] for seed in seeds]
-  difference = statistics.fmean(ours) - statistics.fmean(theirs)
-  if ours == theirs:
-    return difference, 1.0
-  with warnings.catch_warnings(action="ignore"):  # of differences without a spread
-    return difference, float(stats.ttest_rel(ours, theirs).pvalue)
+  return [scores[seed] - baseline[seed] for seed in seeds]
 
 
 def read_scores(
@@ -89,7 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     baseline, rows = next(iter(scores.values())), []
     for folder, found in scores.items():
       difference, p = compare(found, baseline)
+      low, high = interval(found, baseline)
       mean, deviation = statistics.fmean(found.values()), statistics.stdev(found.values())
-      rows.append([folder, f"{mean:.4f}", f"{deviation:.4f}", f"{difference:+.4f}", f"{p:.4f}"])
-    print(f"{given.score} of the {given.split} split, seeds {[*baseline]}\n")
-    print(style.table(["", "mean", "deviation", "difference", "p"], rows))
+      cells = f"{len(found)}", f"{mean:.4f}", f"{deviation:.4f}", f"{difference:+.4f}"
+      rows.append([folder, *cells, f"{low:+.4f} to {high:+.4f}", f"{p:.4f}"])
+    print(f"{given.score} of the {given.split} split, seeds {[*baseline]}")
+    print("Paired t-test of the differences by seed, two-sided; their mean with its 95% interval\n")
+    heads = ["", "n", "mean", "deviation", "difference", "95% interval", "p"]
+    print(style.table(heads, rows))
+    if (n := len(baseline)) < _FEW:
+      print(f"\n{n} seeds: the test is weak, and rests on normal scores; take {_FEW} or more")

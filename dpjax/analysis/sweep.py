@@ -4,13 +4,15 @@ r"""Trains an experiment with several values of its settings, one run after the 
     --workdir=runs/rates
 
 Commas separate the values of a setting, or semicolons where there is one: "we;we,attention" has two
-values, "(1,2,3);" has one. All combinations are trained as by dpjax train, each in its own folder:
+values, "(1,2,3);" has one. All combinations are trained as by dpjax train, but values of settings
+that --zip=model.width,model.num_layers names go together. Each run has its own folder:
 
   runs/rates/learning_rate=1e-3/seed_0    a run
   runs/rates/sweep.json                   the test scores of the runs that have ended
   runs/rates/sweep.png                    training and validation of the best
 
 The same command again goes on: it resumes a run that was stopped, and trains none again that ended.
+dpjax sweep --table=runs/rates --table=runs/widths trains nothing, and prints one table over both.
 """
 
 import itertools
@@ -51,7 +53,13 @@ def main() -> None:
   """Trains the runs of the command line, then prints their table and draws the best."""
   from dpjax.commands import flags as command_line
 
-  flags.DEFINE(command_line.PATH, "workdir", None, "a folder for the runs", required=True)
+  flags.DEFINE(command_line.PATH, "workdir", None, "a folder for the runs")
+  about = (
+    "settings whose values go together, model.width,model.num_layers; for several groups, again"
+  )
+  flags.DEFINE_multi_string("zip", [], about)
+  about = "the folder of a sweep to table, with others, in place of training"
+  flags.DEFINE_multi(command_line.PATH, flags.ArgumentSerializer(), "table", [], about)
   flags.DEFINE_list("seeds", [], "seeds, with commas between them; default: the configuration's")
   others, settings = _split(sys.argv)
   sys.argv[:] = others
@@ -69,7 +77,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
   return others, settings
 
 
-def plan(settings: Sequence[str], seeds: Sequence[int]) -> Iterator[Planned]:
+def plan(
+  settings: Sequence[str], seeds: Sequence[int], together: Sequence[str] = ()
+) -> Iterator[Planned]:
   """The runs of a sweep.
 
     --config=quickstart --config.model.width=8,16   ->  width=8/seed_0, width=16/seed_0
@@ -77,9 +87,11 @@ def plan(settings: Sequence[str], seeds: Sequence[int]) -> Iterator[Planned]:
   Args:
     settings: arguments of `dpjax train` for its configuration, with several values.
     seeds: those of each combination; none: that of its configuration.
+    together: groups of settings that go together, "model.width,model.num_layers".
 
   Raises:
-    UserError: of one of the configurations, or two runs have one name.
+    UserError: of one of the configurations, or two runs have one name, or settings of a group
+      are not there or differ in the number of values.
   """
   from dpjax.commands import flags as command_line
 
@@ -88,7 +100,9 @@ def plan(settings: Sequence[str], seeds: Sequence[int]) -> Iterator[Planned]:
   last = [key.rpartition(".")[2] for key in keys]
   shown = [key if last.count(name) > 1 else name for key, name in zip(keys, last, strict=True)]
   folders = set()
-  for chosen in itertools.product(*values):
+  for places in itertools.product(*_places(keys, values, together)):
+    at = dict(itertools.chain(*places))
+    chosen = [several[at[i]] for i, several in enumerate(values)]
     words = [key + value for key, value in zip(keys, chosen, strict=True)]
     parts = [
       name.lstrip("-") + re.sub(r"[^\w.+=-]+", "-", value)  # for any file system
@@ -109,6 +123,24 @@ def plan(settings: Sequence[str], seeds: Sequence[int]) -> Iterator[Planned]:
       yield Planned(name, folder, own)
 
 
+def _places(
+  keys: Sequence[str], values: Sequence[Sequence[str]], together: Sequence[str]
+) -> list[list[list[tuple[int, int]]]]:
+  """For settings that vary alone, or together: for each choice, (setting, number of its value)."""
+  names, groups = [key.lstrip("-").removeprefix("config.") for key in keys], []
+  for group in together:
+    members = [i for i, name in enumerate(names) if name in group.split(",")]
+    counts = {names[i]: len(values[i]) for i in members}
+    if len(counts) < len(group.split(",")) or len({*counts.values()}) > 1:
+      expected = "expected settings of the command line with equal numbers of values"
+      raise UserError(f"--zip: {expected}, got {group} with {counts or 'none'}")
+    groups.append(members)
+  joined = {*itertools.chain(*groups)}
+  groups += [[i] for i in range(len(keys)) if i not in joined]
+  groups.sort()  # Folders are named in the order of the command line.
+  return [[[(i, at) for i in group] for at in range(len(values[group[0]]))] for group in groups]
+
+
 def _values(word: str) -> list[str]:
   """The values of a setting, each after its "="; of others, what follows their name."""
   key, is_given, text = word.partition("=")
@@ -121,13 +153,25 @@ def _values(word: str) -> list[str]:
 def _sweep(settings: Sequence[str], given) -> None:
   import jax
 
+  if given.table:
+    ended = {
+      Path(place, name): entry
+      for place in given.table
+      for name, entry in files.read_json(Path(place, _TABLE)).items()
+      if _is_result(entry)
+    }
+    if not ended:
+      raise UserError(f"--table: expected a folder with {_TABLE}, got {', '.join(given.table)}")
+    return _report({path: str(path.parent) for path in ended}, ended)
+  if not given.workdir:
+    raise UserError("--workdir: expected a folder for the runs, got none")
   try:
     seeds = [*map(int, given.seeds)]
   except ValueError as error:
     got = ",".join(given.seeds)
     raise UserError(f"--seeds: expected integers with commas between them, got {got}") from error
   # All of them are checked before one is trained.
-  runs, folder = [*plan(settings, seeds)], Path(given.workdir)
+  runs, folder = [*plan(settings, seeds, given.zip)], Path(given.workdir)
   is_first = jax.process_index() == 0
   ended = {name: x for name, x in files.read_json(folder / _TABLE).items() if _is_result(x)}
   for number, run in enumerate(runs, 1):
@@ -141,7 +185,8 @@ def _sweep(settings: Sequence[str], given) -> None:
         files.write_json(folder / _TABLE, ended)
       jax.clear_caches()
   if is_first:
-    _report(runs, folder, ended)
+    of_runs = {folder / run.folder: ended[run.folder] for run in runs}
+    _report({folder / run.folder: run.name or "all" for run in runs}, of_runs, folder)
 
 
 def _is_result(entry: Any) -> bool:
@@ -174,13 +219,16 @@ def _train(config: config_lib.ConfigDict, workdir: Path) -> dict[str, Any]:
   return {"step": run.step, "scores": metrics.for_json(scores)}
 
 
-def _report(runs: Sequence[Planned], folder: Path, ended: Mapping[str, Any]) -> None:
-  """Prints the scores of all runs, the best first, and draws those of the best."""
-  finite = [run for run in runs if "scores" in ended[run.folder]]
+def _report(
+  names: Mapping[Path, str], ended: Mapping[Path, Any], folder: Path | None = None
+) -> None:
+  """Prints the scores of runs with these names, the best first, and draws the best in a folder."""
+  finite = [path for path in names if "scores" in ended[path]]
   if not finite:
-    sys.exit(f"train.learning_rate: expected a finite loss of a run, got none in {folder}")
-  labels = [run.name or "all" for run in finite]
-  records = runs_lib.read_runs([folder / run.folder for run in finite], labels)
+    where = folder or "these sweeps"
+    sys.exit(f"train.learning_rate: expected a finite loss of a run, got none in {where}")
+  labels = [names[path] for path in finite]
+  records = runs_lib.read_runs(finite, labels)
   metric = plots.find_metric(records)
   assert metric  # Training ends with an evaluation.
   score = metric.partition("/")[2]
@@ -191,16 +239,20 @@ def _report(runs: Sequence[Planned], folder: Path, ended: Mapping[str, Any]) -> 
   }
   rows = []
   for name in sorted(best, key=best.__getitem__):
-    tests = [ended[run.folder]["scores"].get(score) for run, _ in groups[name]]
+    tests = [ended[path]["scores"].get(score) for path, _ in groups[name]]
     is_finite = None not in tests
     mean = f"{statistics.fmean(tests):.4f}" if is_finite else "-"
     spread = f"{statistics.stdev(tests):.4f}" if is_finite and len(tests) > 1 else "-"
     rows.append([name, len(tests), f"{best[name]:.4f}", mean, spread])
-  rows += [[run.folder, 1, "not finite", "", ""] for run in runs if run not in finite]
+  failed = [f"{name}/{path.name}" for path, name in names.items() if path not in finite]
+  rows += [[name, 1, "not finite", "", ""] for name in failed]
   print(f"\n{style.table(['', 'runs', metric, f'test/{score}', 'deviation'], rows)}")
+  print(f"\nThe best: {rows[0][0]}")
+  if folder is None:
+    return print(*runs_lib.notes(records, ("model", "data", "train")), sep="\n")
   chosen = {row[0] for row in rows[: len(style.COLOURS)]}
   drawn = [record for record in records if record.label in chosen]
   every = plots.default_every(drawn)
   picture = plots.draw(drawn, figure="progress", every=every, metric=metric)
   plots.write(picture, folder / "sweep.png")
-  print(f"\nThe best: {rows[0][0]}\nThe figure: {folder / 'sweep.png'}")
+  print(f"The figure: {folder / 'sweep.png'}")

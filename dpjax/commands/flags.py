@@ -35,6 +35,14 @@ flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
 flags.DEFINE_string("compilation_cache", None, _ABOUT_CACHE)
 
 
+# What libtpu would ask a TPU's machine for.
+NO_TPU = {
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_WORKER_ID": "0",
+}
+
+
 class _Path(flags.ArgumentParser):
   def parse(self, argument):
     return os.path.expanduser(argument)  # A shell leaves the ~ of --name=~/file as it is.
@@ -63,6 +71,8 @@ def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> No
   with exit_on_user_error():
     argv = _parse(sys.argv)
     logging.use_absl_handler()
+    plain = std_logging.Formatter("%(levelname)s: %(message)s")  # without W1127 and a file's line
+    logging.get_absl_handler().setFormatter(plain)
     # Orbax tells its every move at INFO.
     logging.set_verbosity(logging.WARNING)
     std_logging.getLogger("jax").setLevel(std_logging.WARNING)
@@ -96,13 +106,16 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
   try:
     argv = flags.FLAGS.read_flags_from_files(list(argv))
     # A configuration may name what a plugin registers.
-    _, plugins = _take(argv, "plugin")
+    _, plugins = take(argv, "plugin")
     for module in plugins:
       registry.import_plugin(module)
     rest = flags.FLAGS(_with_config(argv))
   except (UserError, flags.Error) as error:
-    message = re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error))
-    raise UserError(" ".join(message.split())) from error
+    message = " ".join(re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error)).split())
+    lists = [re.match(r"--?config\.[^=]*=([^()]*[,;][^()]*)$", argument) for argument in argv]
+    if any(found and found[1] in message for found in lists):
+      message += " (dpjax sweep trains a run for each of several values)"
+    raise UserError(message) from error
   if len(rest) > 1:
     raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
   return rest
@@ -123,7 +136,7 @@ def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
   """Turns --config into a flag; returns the arguments without it."""
   if "config" not in values:
     return argv
-  others, files = _take(argv, "config")
+  others, files = take(argv, "config")
   if not files:
     return argv
   config = config_lib.load(files[-1])
@@ -147,12 +160,12 @@ def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> lis
 
 def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
   """Puts named components into the configuration; returns the other arguments."""
-  others, values = _take(argv, "config.model.middle")
+  others, values = take(argv, "config.model.middle")
   if values:
     expected = "expected it in a configuration file, by dpjax.config.middle"
     raise UserError(f"--config.model.middle: {expected}, got {values[-1]}")
   for key in config_lib.component_keys(config):
-    others, names = _take(others, f"config.{key}", f"config.{key}.name")
+    others, names = take(others, f"config.{key}", f"config.{key}.name")
     parent, _, last = key.rpartition(".")
     place = config_lib.place(key)
     for name in names[-1:]:
@@ -169,7 +182,7 @@ def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[s
   return others
 
 
-def _take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
+def take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
   """The arguments without --NAME=VALUE and --NAME VALUE, and the values."""
   others, values, rest = [], [], iter(argv)
   for argument in rest:
@@ -185,6 +198,9 @@ def check_platform() -> None:
   """Starts JAX's backend; a `UserError` if there is none of the requested platform."""
   import jax
 
+  # JAX sees no TPU; libtpu, where it is installed to compile, would complain.
+  if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+    os.environ.update(NO_TPU | os.environ)
   try:
     jax.default_backend()
   except (AssertionError, RuntimeError) as error:  # The former: there is no CUDA.

@@ -18,6 +18,8 @@ def main() -> None:
   command_line.define_config()
   flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
   flags.DEFINE_bool("tokenize_only", False, "make the tokens that the run needs, and stop")
+  about = "make the tokens, print parameters, updates and memory, and stop"
+  flags.DEFINE_bool("dry_run", False, about)
   about = "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
   flags.DEFINE_string("profile", None, about)
   command_line.start(lambda _: _train(flags.FLAGS), __doc__)
@@ -38,12 +40,14 @@ def _train(given) -> None:
       expected = "expected an experiment, or a --workdir with a run to go on with"
       raise UserError(f"--config: {expected}, got none, and {folder}")
     config = workdir_lib.read_config(Path(folder))
-  if given.tokenize_only:
+  if given.tokenize_only or given.dry_run:
     data = run_lib.tokenize(config, folder)
     for split, counts in data.counts.items():
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     if unknown := data.tokenizer.describe_unknown(data.splits):
       print(unknown)
+    if given.dry_run:
+      _print_plan(config, data)
     return
   try:
     run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)
@@ -61,6 +65,22 @@ def _train(given) -> None:
     if is_first:
       print(f"\nA sample:\n{text}")
   command_line.exit_unless_finite(test=scores["nats_per_token"])
+
+
+def _print_plan(config, data) -> None:
+  from dpjax import config as config_lib
+  from dpjax.analysis import compile as compile_lib
+  from dpjax.models import build
+  from dpjax.run import training
+  from dpjax.training import sharding
+
+  sharding.check_rows(config.train.batch_size, config.train.accumulate_steps)
+  config, settings = build.with_vocabulary(config, data.tokenizer), config.train
+  each = training.make_batches(config, data).steps_per_epoch
+  updates = config_lib.steps_in(settings, "num", steps_per_epoch=each)
+  size = f"{settings.batch_size} x {settings.window or config.model.max_length} tokens"
+  print(f"{updates:,} updates of {size}, {updates / each:.4g} times the text; one update takes")
+  print(compile_lib.table(compile_lib.compile_steps(config, "here", steps=["train"])))
 
 
 def _parse_profile(text: str | None) -> tuple[int, int] | None:

@@ -151,7 +151,8 @@ def encode_text(
   num_threads = 1 if has_boundaries else max(2, os.cpu_count() or 1)
   suffixes = ["", *[".boundaries"] * has_boundaries, *[".documents"] * has_documents]
   paths = [folder / f"{split}{x}.bin" for x in suffixes]
-  hidden, about = len(text) < LARGE_BYTES, f"encoding {split}"
+  about = f"encoding {split}"
+  hidden = True if len(text) < LARGE_BYTES else None  # None: hidden where there is no terminal
   bar = tqdm(total=len(text), desc=about, unit="B", unit_scale=True, disable=hidden)
 
   def groups() -> Iterator[tuple[int, list[tuple[str, bool]]]]:

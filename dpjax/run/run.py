@@ -138,7 +138,11 @@ class Run:
       content = {"split": split, "step": self.step, "window": window, "stride": stride}
       content |= {"scores": metrics.for_json(scores), "documents": documents}
       content["counts"] = dict(data.counts[split])
-      files.write_json(Path(folder, f"{name}.json"), content)
+      try:
+        files.write_json(Path(folder, f"{name}.json"), content)
+      except OSError:
+        print(table(scores), flush=True)  # They may be the work of hours.
+        raise
     return scores
 
   def tokens(self, split: str = "test") -> np.ndarray:

@@ -47,18 +47,16 @@ def evaluate(
     pending = eval_step(params, placed, index, capacity=capacity(batch))
     sums = metrics.add(sums, done)  # One is read while the next is computed.
   sums = metrics.add(sums, pending)
-  of_boundaries = metrics.boundary_scores(sums)
-  if jax.process_index() == 0:
-    _warn_of_rounding(of_boundaries)
-  return metrics.text_scores(sums["nats"], counts) | of_boundaries
+  return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
 
 
-def _warn_of_rounding(scores: Mapping[str, float]) -> None:
-  """Warns of boundaries of which evaluation finds far more or fewer than training."""
-  for name in scores:
+def _warn_of_rounding(scores: Mapping[str, float], told: set[str]) -> None:
+  """Warns once of boundaries of which evaluation finds far more or fewer than training."""
+  for name in scores.keys() - told:
     stem, is_drawn, number = name.partition("p_ones_drawn")
     drawn, rounded = scores[name], scores.get(f"p_ones_rounded{number}", math.nan)
     if is_drawn and max(drawn, rounded) > 2 * min(drawn, rounded):
+      told.add(name)
       _log.warning(
         "Training draws a boundary at %.1f%% of the %s, rounding finds %.1f%%: these scores are "
         "of other segments than those of training. A model trained with sample=True among the "
@@ -134,14 +132,21 @@ class Scorer:
     else:
       starts = document_starts(documents, self.tokenizer)
       rows = batches.EvaluationDocuments(*size, starts, **given)
-    return evaluate(
+    scores = evaluate(
       self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
     )
+    if jax.process_index() == 0:
+      _warn_of_rounding(scores, self._told)
+    return scores
 
   @cached_property
   def step(self) -> Callable[..., Mapping[str, jax.Array]]:
     """The compiled step."""
     return jit_eval_step(self.model, self._mesh, self.objective)
+
+  @cached_property
+  def _told(self) -> set[str]:
+    return set()
 
   @cached_property
   def _mesh(self) -> Mesh:

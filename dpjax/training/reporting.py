@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,13 +42,11 @@ class Reporter(contextlib.AbstractContextManager):
     hidden = None if self._is_first else True  # None: hidden where there is no terminal
     self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=hidden)
     if self._is_first:
-      from tensorboardX import SummaryWriter
-
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
       self._losses = _open_losses(Path(workdir) / LOSSES, step)
       self._file = files.open_plain(path, "a", encoding="utf-8")
-      self._tensorboard = SummaryWriter(str(Path(workdir) / "tensorboard"), purge_step=step + 1)
+      self._tensorboard = _import_writer()(str(Path(workdir) / "tensorboard"), purge_step=step + 1)
 
   def __exit__(self, *_) -> None:
     self._bar.close()
@@ -105,6 +104,20 @@ class Reporter(contextlib.AbstractContextManager):
     """Prints a line above the progress bar."""
     if self._is_first:
       self._bar.write(message)
+
+
+def _import_writer():
+  """The `SummaryWriter` of tensorboardX, without PyTorch, which it imports and does not need."""
+  modules: dict[str, Any] = sys.modules
+  is_there = "torch" in modules
+  modules.setdefault("torch", None)  # An import then says that there is none.
+  try:
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter
+  finally:
+    if not is_there:
+      del modules["torch"]
 
 
 def _open_losses(path: Path, step: int):

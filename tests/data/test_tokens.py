@@ -9,6 +9,7 @@ import pytest
 
 from dpjax import files
 from dpjax.data import corpus as corpus_lib
+from dpjax.data import encoding
 from dpjax.data import tokens as tokens_lib
 from dpjax.data.corpus import SPLITS, Chunks, Corpus
 from dpjax.data.encoding import Encoder, count_text, map_in_order
@@ -271,3 +272,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, corpus):
   assert sorted(path.name for path in tokens.folder.iterdir()) == [
     *("data.json", "test.bin", "tokenizer.json", "train.bin", "valid.bin")
   ]
+
+
+def test_without_a_terminal_there_is_no_bar(corpus, monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(encoding, "LARGE_BYTES", 1)
+  tokenize(corpus, tmp_path / "tokens", "characters")
+  assert capsys.readouterr() == ("", "")

@@ -212,7 +212,7 @@ def test_rows_of_a_run_are_on_several_tpus():
   arrays = jax.device_put((values, gates, weights), rows)
   compiled = of_run.lower(*arrays).compile()
   assert "all-gather" not in compiled.as_text()
-  assert_close(compiled(*arrays), run(LOOP, values, gates, weights))
+  assert_close(compiled(*arrays), run(LOOP, values, gates, weights), rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", ["vmap", "auto", "explicit"])
@@ -242,4 +242,4 @@ def test_rows_are_mapped_or_on_several_devices(kind):
     found = compiled(*placed)
     assert kind == "explicit" or "all-gather" not in compiled.as_text()
   for ours, theirs in zip(found, expected, strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)

@@ -65,5 +65,8 @@ def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, told
   for name in ("drawn", "rounded"):
     (key,) = (key for key in changes if key.startswith(name))
     assert scores[f"p_ones_{key}"] == pytest.approx(changes[key] / changes.get("segments_in_2", 24))
+  already = set()
+  for _ in range(2):  # once for all evaluations of a run
+    evaluation._warn_of_rounding(scores, already)
   messages = [record.getMessage() for record in caplog.records]
   assert len(messages) == (told is not None) and all(told in message for message in messages)

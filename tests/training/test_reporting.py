@@ -177,3 +177,12 @@ def test_a_file_in_the_place_of_tensorboards_folder_is_told_in_one_line(tmp_path
     with exit_on_user_error():
       reporting.Reporter(tmp_path, 2, 7)
   assert (tmp_path / "tensorboard").read_text() == "mine"
+
+
+def test_a_broken_pytorch_is_not_imported(tmp_path, monkeypatch):
+  (tmp_path / "torch.py").write_text("raise OSError('a library is missing')")
+  monkeypatch.syspath_prepend(tmp_path)
+  for name in [x for x in sys.modules if x.partition(".")[0] in ("tensorboardX", "torch")]:
+    monkeypatch.delitem(sys.modules, name)
+  assert reporting._import_writer().__name__ == "SummaryWriter"
+  assert "torch" not in sys.modules
