@@ -77,6 +77,8 @@ def full_disk():
   jax.config.update("jax_enable_compilation_cache", True)
 
 
+# Set late, the switch does not reach JAX's cache, which cannot write either.
+@pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache")
 def test_a_full_disk_is_one_line_and_leaves_no_part(finished, tmp_path, full_disk, capsys):
   run = finished[0]
   for name in ("plots", "evaluate"):

@@ -1,6 +1,7 @@
 """Runs that are stopped or killed, and runs of several processes, end like a whole one."""
 
 import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -61,8 +62,13 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize("step", [2, 4, 6, 12])
-@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize(
+  "step, is_moved",
+  [
+    helpers.slow_unless(case in ((4, False), (6, True)), *case)
+    for case in itertools.product((2, 4, 6, 12), (False, True))
+  ],
+)
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
   text, tmp_path, step, is_moved

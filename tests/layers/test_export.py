@@ -33,7 +33,13 @@ def check(function, params, *inputs):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer, fields, inputs", LAYERS, ids=[x.__name__ for x, *_ in LAYERS])
+DEFAULT = {"Dispatcher", "HE", "LocalAttention", "ShortConvolution"}
+
+
+@pytest.mark.parametrize(
+  "layer, fields, inputs",
+  [helpers.slow_unless(x[0].__name__ in DEFAULT, *x, id=x[0].__name__) for x in LAYERS],
+)
 def test_every_layer(layer, fields, inputs):
   module = layer(**fields)
   inputs = {name: jax.numpy.asarray(x) for name, x in inputs.items()}
