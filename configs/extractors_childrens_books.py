@@ -31,7 +31,8 @@ Parameters:      she 42.0M, he 4.9M, we 4.6M, me 3.7M, he_extraction 4.3M, atten
 Hardware, hours: the paper's GeForce RTX 4050, times not stated; ours on one CPU core, with
                  fig11_2: 0.3 s a batch, 2.5 hours for all 30,000; a GPU not yet timed
 Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ ME; ours
-                 after 4,000 batches of fig11_2: results/extractors_4000_batches.json
+                 after 4,000 batches of fig11_2: results/extractors_4000_batches.json; two rows to
+                 4,500: results/extractors_fig11_two_rows.json
 """
 
 from dpjax import config as config_lib
