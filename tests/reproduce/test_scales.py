@@ -33,9 +33,10 @@ def test_texts_are_found_by_name(tmp_path):
     (tmp_path / f"{name}.txt").write_text("a text\n")
 
   def found(name, language=""):
-    config = config_lib.ConfigDict({"data": {"name": name, "language": language}})
+    config = config_lib.default()
+    config.data.update(name=name, language=language)
     text, path = scales.find_text(config, tmp_path)
-    assert path is not None and text == path.name.removesuffix(".txt")
+    assert path is not None and text in (path.name.removesuffix(".txt"), path.parent.name)
     assert scales.find_text(config, "")[1] is None
     return path.name
 
@@ -44,6 +45,10 @@ def test_texts_are_found_by_name(tmp_path):
   assert found("text8") == "text8_prefix.txt"
   assert found("wiki40b", "fi") == "wiki40b_fi_books.txt"
   assert found("wiki40b", "he") == "wiki40b_he.txt"
+  # Tokens in place of the text.
+  (tmp_path / "wikitext2" / "characters").mkdir()
+  assert found("wikitext2") == "characters"
+  (tmp_path / "wikitext2" / "characters").rmdir()
   # The language of one that has but one is that of its cleaning.
   assert found("text8", "en") == "text8_prefix.txt"
   for missing in (("lm1b", ""), ("wiki40b", "vi"), ("wikitext103", "")):
