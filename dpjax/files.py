@@ -158,7 +158,7 @@ def check_there(file: IO, path: Path) -> None:
     if os.path.samestat(os.fstat(file.fileno()), path.stat()):
       return
   raise UserError(
-    f"workdir: expected the folder in which training began, got {path.parent}, which is gone; the "
+    f"workdir: expected the folder where training started, got {path.parent}, which is gone; the "
     "same command begins anew"
   )
 

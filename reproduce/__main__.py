@@ -138,15 +138,12 @@ def _train(
 ) -> dict[str, Any]:
   """Trains one run, if there is time, and returns its entry in the report."""
   # What the row took with another seed, or what it was expected to take before.
-  sizes = [run.get("seconds", run.get("expected_seconds")) for run in entry.values()]
-  expected, left = (
-    max(filter(None, sizes), default=rows_lib.LAST_SECONDS),
-    end - time.perf_counter(),
-  )
-  if expected > left:
+  sizes = [run.get("seconds", run.get("expected_seconds", 0.0)) for run in entry.values()]
+  expected = max(sizes, default=0.0) or rows_lib.LAST_SECONDS
+  if expected > (left := end - time.perf_counter()):
     reason = f"needs about {expected:.0f} seconds; {max(0.0, left):.0f} are left"
     print(reason, file=sys.stderr, flush=True)
-    return {**entry.get(str(job.seed), {}), "left_out": reason}
+    return {"left_out": reason, **({"expected_seconds": expected} if any(sizes) else {})}
 
   def plan_following() -> rows_lib.Plan | None:
     return following and rows_lib.Plan.make(*following.configure())

@@ -82,7 +82,7 @@ def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
       while workdir.exists():  # A checkpoint may just be written.
         workdir.rename(tmp_path / "moved") if is_moved else shutil.rmtree(workdir, True)
 
-  message = f"^workdir: expected the folder in which training began, got {workdir}, which is gone"
+  message = f"^workdir: expected the folder where training started, got {workdir}, which is gone"
   with pytest.raises(dpjax.UserError, match=message):
     dpjax.train(config, workdir, model=helpers.bigrams, callbacks=[remove])
   assert seen[-1] <= step + 2

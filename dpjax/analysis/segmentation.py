@@ -57,7 +57,7 @@ class Segmentation(NamedTuple):
   inner: tuple[Stage, ...] = ()
 
   def depths(self) -> np.ndarray:
-    """[T], the number of stages of which a segment ends with the token."""
+    """[T], how many stages end a segment at each token."""
     return np.sum([self.boundaries, *(stage.boundaries for stage in self.inner)], axis=0)
 
   def enrichment(self, seed: int | None = None) -> float:

@@ -285,7 +285,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
 
 
 def _append_last(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
-  """`_append` to a ring, in which the last M tokens of a long chunk stay."""
+  """`_append` to a ring, which keeps the last M tokens of a long chunk."""
   chunk, size = keys.shape[1], cache.keys.shape[2]
   num_new = chunk if lengths is None else lengths[:, None]
   is_last_bc = jnp.arange(chunk, dtype=jnp.int32)[None] >= num_new - size

@@ -152,7 +152,7 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   if not path.is_file():  # A pipe would never end.
     raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
   if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
-    _log.warning("%s: an export with no checksums, in which damage is not noticed", folder)
+    _log.warning("%s: an export without checksums: damage would not be noticed", folder)
   try:
     with safe_open(path, "flax") as file:
       found = {}

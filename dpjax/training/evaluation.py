@@ -51,7 +51,7 @@ def evaluate(
 
 
 def _warn_of_rounding(scores: Mapping[str, float], told: set[str]) -> None:
-  """Warns once of boundaries of which evaluation finds far more or fewer than training."""
+  """Warns once if evaluation finds far more or fewer boundaries than training."""
   for name in scores.keys() - told:
     stem, is_drawn, number = name.partition("p_ones_drawn")
     drawn, rounded = scores[name], scores.get(f"p_ones_rounded{number}", math.nan)
