@@ -30,7 +30,7 @@ def check_mixer(
   max_length: int = 13,
   reach: int | None = None,
   has_cache: bool = True,
-  takes_is_start: bool = True,
+  takes_document_starts: bool = True,
   dropout: str = "",
   gradients: Callable[[Any], Any] = lambda tree: tree,
   relations: Collection[str] | None = None,
@@ -48,7 +48,8 @@ def check_mixer(
     reach: the number of positions up to the farthest one that an output depends on, itself
       included; None for all.
     has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
-    takes_is_start: whether it takes `is_start`, and so keeps documents of a row apart.
+    takes_document_starts: whether it takes `document_starts`, and so keeps documents of a row
+      apart.
     dropout: the field with a dropout rate, off by default; "" without one, or for several.
     gradients: selects, from a tree like the parameters, those with a nonzero gradient.
     relations: names of `RELATIONS`; None checks all.
@@ -64,7 +65,7 @@ def check_mixer(
     checks.choice("relations", name, RELATIONS)
   if isinstance(make, tuple):
     make = partial(_LayersInTurn, make)
-  case = _Case(make, width, max_length, reach, has_cache, takes_is_start, dropout, gradients)
+  case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in names:
     try:
@@ -83,14 +84,18 @@ class _LayersInTurn(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None) -> Any:
-    inputs = check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+  def __call__(
+    self, inputs, *, deterministic=True, cache=None, lengths=None, document_starts=None
+  ) -> Any:
+    inputs = check_input(
+      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
+    )
     sharing = [x for x in self.stack.make_mixers() if hasattr(x, "make_positions")]
     positions = sharing[0].make_positions()(name="positions") if sharing else None
     named: dict[str, Any] = dict(name="layers", positions=positions)
     if cache is not None:
       return self.stack.with_caches(inputs.shape[2], **named)(inputs, cache, lengths)
-    return self.stack(inputs, deterministic=deterministic, is_start=is_start, **named)
+    return self.stack(inputs, deterministic=deterministic, document_starts=document_starts, **named)
 
   def init_cache(self, batch: int, width: int) -> tuple:
     return self.stack.init_cache(batch, width)
@@ -115,7 +120,7 @@ class _Case:
   max_length: int
   reach: int | None
   has_cache: bool
-  takes_is_start: bool
+  takes_document_starts: bool
   dropout: str
   gradients: Callable[[Any], Any]
 
@@ -312,14 +317,14 @@ def _chunks(case: _Case) -> None:
 
   Look at whether padding enters the cache (`lengths`; 0 is a length, too), at the shapes and
   dtypes of the cache, which must stay, and at chunks longer than `max_length`, unless the class
-  says `is_endless = False`.
+  says `is_unbounded = False`.
   """
   if not _has(case, "has_cache"):
     return
   module, inputs = case(), case.draw()
   step = jax.jit(case.with_params(module))
   whole, plans = step(inputs), [_CHUNKS]
-  if all(getattr(mixer, "is_endless", True) for mixer in _mixers(module)):
+  if all(getattr(mixer, "is_unbounded", True) for mixer in _mixers(module)):
     plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
   for plan in plans:
     cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
@@ -365,19 +370,19 @@ def _tokens(case: _Case) -> None:
 def _documents(case: _Case) -> None:
   """Each document of a row gives the same outputs and gradients as alone, and changes no other.
 
-  Look at whether a position reads before the start of its document (`is_start`), at positions,
-  which count from there, and at rows that are longer than `max_length`.
+  Look at whether a position reads before the start of its document (`document_starts`), at
+  positions, which count from there, and at rows that are longer than `max_length`.
   """
-  if not _has(case, "takes_is_start"):
+  if not _has(case, "takes_document_starts"):
     return
   module, length = case(), sum(_DOCUMENTS[0])
   params, inputs = {"params": case.draw_params(module)}, case.draw(length)
-  is_start, parts = np.zeros((_BATCH, length), np.int32), []
+  document_starts, parts = np.zeros((_BATCH, length), np.int32), []
   for row, lengths in enumerate(_DOCUMENTS):
     ends = np.cumsum(lengths)
-    is_start[row, ends - lengths] = 1
+    document_starts[row, ends - lengths] = 1
     parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
-  packed = partial(module.apply, is_start=is_start)
+  packed = partial(module.apply, document_starts=document_starts)
 
   def alone(params, x):
     # A row for each document, filled up behind it.
@@ -410,7 +415,7 @@ def _documents(case: _Case) -> None:
 
 
 def _has(case: _Case, name: str) -> bool:
-  """Whether the mixer has a cache or takes `is_start`, which `check_mixer` must be told."""
+  """Whether the mixer has a cache or takes `document_starts`, which `check_mixer` must be told."""
   method = "init_cache" if name == "has_cache" else "__call__"
   has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
   found = all(map(has, _mixers(case())))

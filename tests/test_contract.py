@@ -142,9 +142,9 @@ def test_a_batch_may_be_empty(name):
 
 def test_refusals():
   make, inputs = MIXERS["dispatcher"][0], draw()
-  module, is_start = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]
-  both = dict(is_start=is_start, cache=module.init_cache(BATCH, WIDTH))
-  with pytest.raises(ValueError, match="is_start: expected None with a cache"):
+  module, document_starts = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]
+  both = dict(document_starts=document_starts, cache=module.init_cache(BATCH, WIDTH))
+  with pytest.raises(ValueError, match="document_starts: expected None with a cache"):
     module.init(jax.random.key(0), inputs, **both)
   with pytest.raises(ValueError, match="num_heads: expected a divisor of the width 6, got 4"):
     Dispatcher(4, MAX_LENGTH).init(jax.random.key(0), inputs)

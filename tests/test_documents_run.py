@@ -49,7 +49,7 @@ def isolated(tmp_path_factory):
 
 def test_a_model_without_documents_is_refused_before_anything_is_trained(isolated, tmp_path):
   _, config, *_ = isolated
-  message = "data.documents: expected joined, got isolated .*takes no `is_start`"
+  message = "data.documents: expected joined, got isolated .*takes no `document_starts`"
   with pytest.raises(UserError, match=message):
     dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   assert not (tmp_path / "run/config.json").exists()

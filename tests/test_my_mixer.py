@@ -65,8 +65,12 @@ def has_an_unused_parameter(module, call, x, **options):
   return call(x, **options)
 
 
-def joins_two_documents(module, call, x, *, is_start=None, **options):
-  return call(x, is_start=None if is_start is None else is_start * (np.arange(18) < 5), **options)
+def joins_two_documents(module, call, x, *, document_starts=None, **options):
+  return call(
+    x,
+    document_starts=None if document_starts is None else document_starts * (np.arange(18) < 5),
+    **options,
+  )
 
 
 def forgets(module, call, x, *, cache=None, **options):
@@ -154,10 +158,14 @@ class Decay(nn.Module):
 
 
 def test_a_mixer_without_a_cache_is_checked_without_it():
-  testing.check_mixer(Decay, width=5, max_length=17, reach=2, has_cache=False, takes_is_start=False)
+  testing.check_mixer(
+    Decay, width=5, max_length=17, reach=2, has_cache=False, takes_document_starts=False
+  )
   with pytest.raises(AssertionError, match="(?s)^tokens: .*has_cache: expected False"):
     testing.check_mixer(Decay, reach=2, relations=["tokens"])
-  with pytest.raises(AssertionError, match="(?s)^documents: .*takes_is_start: expected False"):
+  with pytest.raises(
+    AssertionError, match="(?s)^documents: .*takes_document_starts: expected False"
+  ):
     testing.check_mixer(Decay, reach=2, relations=["documents"])
   message = "(?s)an\nargument of `check_mixer`: a field of that name .*on 2 positions, expected 11"
   with pytest.raises(AssertionError, match=message):
@@ -177,8 +185,10 @@ class RGLRU(nn.Module):
   max_length: int
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, is_start=None):
-    inputs = layers.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, document_starts=None):
+    inputs = layers.check_input(
+      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
+    )
     batch, length, width = inputs.shape
     x_btd = inputs.astype(jnp.float32)
     r_btd, i_btd = (nn.sigmoid(nn.Dense(width, name=name)(x_btd)) for name in ("decay", "input"))
@@ -192,8 +202,8 @@ class RGLRU(nn.Module):
     if lengths is not None:
       is_real = (jnp.arange(length)[None] < lengths[:, None])[..., None]
       a_btd, v_btd = jnp.where(is_real, a_btd, 1), jnp.where(is_real, v_btd, 0)
-    if is_start is not None:
-      a_btd = jnp.where(is_start[..., None] > 0, 0, a_btd)
+    if document_starts is not None:
+      a_btd = jnp.where(document_starts[..., None] > 0, 0, a_btd)
 
     def step(h_bd, now):
       h_bd = now[0] * h_bd + now[1]
@@ -221,14 +231,14 @@ def test_right_mixers_are_taken():
       zeros = nn.initializers.zeros
       return nn.Dense(inputs.shape[2], kernel_init=zeros, dtype=inputs.dtype)(inputs + past)
 
-  testing.check_mixer(Gaps, reach=5, has_cache=False, takes_is_start=False)
+  testing.check_mixer(Gaps, reach=5, has_cache=False, takes_document_starts=False)
 
 
 @pytest.mark.slow
 def test_it_takes_turns_with_a_mixer_of_dpjax(min_gru):
   with_attention = (min_gru, partial(layers.LocalAttention, 2, window=3))
   testing.check_mixer(with_attention, relations=["chunks"])
-  message = "(?s)^documents: .*takes_is_start: expected False"
+  message = "(?s)^documents: .*takes_document_starts: expected False"
   with pytest.raises(AssertionError, match=message):
     testing.check_mixer((layers.ME, Decay), relations=["documents"])
 

@@ -76,7 +76,9 @@ def test_sizes_are_equal_and_reach_is_what_a_change_reaches(mixer):
   changed[np.arange(29), np.arange(29)] += 1
   rows = np.concatenate([tokens, changed])
   variables = jax.jit(model.init)(jax.random.key(1), jnp.asarray(tokens[:, :2]))
-  logits = jax.jit(model.apply)(variables, rows, **training.is_start(rows, mixer)).logits[:, -1]
+  logits = jax.jit(model.apply)(variables, rows, **training.document_starts(rows, mixer)).logits[
+    :, -1
+  ]
   moves = np.abs(logits[1:] - logits[:1]).max(-1) > 1e-6
   reach = TINY.reach if mixer in training.LIMITED else None
   assert reach == (None if mixer in ("attention", "relative_attention") else 6)

@@ -192,13 +192,13 @@ class _Programs:
     if any(kind.needs_text for kind in self._kinds):
       kinds["boundaries"] = "int32"
     if self._config.data.documents == "isolated":
-      kinds["is_start"] = "int32"
+      kinds["document_starts"] = "int32"
     batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
     return _placed(batch, self._mesh, sharding.AXIS)
 
   def _capacity(self, batch: Mapping[str, Any]) -> int | None:
     """That of a batch whose longest row has `segments`, where training would know it."""
-    if not self._segments or not self._kinds or "is_start" in batch:
+    if not self._segments or not self._kinds or "document_starts" in batch:
       return None
     from dpjax.models import build
 

@@ -148,12 +148,12 @@ class _Program:
       return 2 * sizes[one.operands[1 if one.kind == "dynamic-update-slice" else 2]]
     if 'custom_call_target="AllocateBuffer"' in one.rest or "ConcatBitcast" in one.rest:
       return 0
-    is_start = one.kind.endswith("-start")
-    if is_start and one.kind != "fusion-start":
+    document_starts = one.kind.endswith("-start")
+    if document_starts and one.kind != "fusion-start":
       return _moved_by_start(one, sum(sizes.values()))
-    if not is_start and one.kind != "fusion":
+    if not document_starts and one.kind != "fusion":
       return sum(sizes.values()) + one.size
-    result = one.size - is_start * sum(map(sizes.__getitem__, one.operands))
+    result = one.size - document_starts * sum(map(sizes.__getitem__, one.operands))
     called, read = one.called("calls")[0], dict.fromkeys(one.operands, 0)
     for index, name in enumerate(one.operands):
       read[name] = max(read[name], min(sizes[name], self._read(called, index)))

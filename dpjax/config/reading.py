@@ -173,8 +173,8 @@ def _fill(config: ConfigDict, settings: Mapping, prefix: str = "") -> ConfigDict
 def differences(old: Mapping, new: Mapping) -> list[str]:
   """The settings that keep `new` from resuming a run of `old`: `key: old there, new here`."""
   there, here = flatten(_fill(default(), old)), flatten(new)
-  is_endless = here.get("train.schedule.name") == "constant"
-  free = FREE_KEYS + LENGTH_KEYS if is_endless else FREE_KEYS
+  is_unbounded = here.get("train.schedule.name") == "constant"
+  free = FREE_KEYS + LENGTH_KEYS if is_unbounded else FREE_KEYS
   return [
     f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
     for key in sorted(there.keys() | here.keys())

@@ -10,12 +10,13 @@ Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-Given the documents (`DocumentStarts`), a batch also has "is_start", int32 [b, T]. It is 1 at the
+Given the documents (`DocumentStarts`), a batch also has "document_starts", int32 [b, T]. It is 1 at
+the
 first place of a row and where a document begins: there the input is a start token instead of the
 last document's last token, so that no document sees another. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
-  tokens [3 9 4 1]  targets [1 4 1 5]  is_start [1 1 0 0]
+  tokens [3 9 4 1]  targets [1 4 1 5]  document_starts [1 1 0 0]
 """
 
 import abc
@@ -88,7 +89,7 @@ class _Windows(abc.ABC):
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
-    place_bt, is_start_bt = self._places(step, rows)
+    place_bt, document_starts_bt = self._places(step, rows)
     real = place_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
     found = self._tokens[place_bt].astype(np.int32)
@@ -101,14 +102,14 @@ class _Windows(abc.ABC):
       boundaries = self._boundaries[place_bt[:, :-1]].astype(np.int32)
       batch["boundaries"] = np.pad(boundaries, padding)
     if self._documents is not None:
-      is_start_bt = self._documents.are_begun_at(place_bt) | is_start_bt
+      document_starts_bt = self._documents.are_begun_at(place_bt) | document_starts_bt
       # The token before a document's first one belongs to another document.
-      is_first = np.pad(is_start_bt[:, 1:], padding)
+      is_first = np.pad(document_starts_bt[:, 1:], padding)
       batch["tokens"][is_first] = self._documents.start_id
       if self._boundaries is not None:
         batch["boundaries"][is_first] = self._documents.start_boundary
-      batch["is_start"] = is_first.astype(np.int32)
-      batch["is_start"][:, 0] = 1
+      batch["document_starts"] = is_first.astype(np.int32)
+      batch["document_starts"][:, 0] = 1
     return batch
 
 
@@ -227,8 +228,8 @@ class EvaluationDocuments:
   share a row, and to the model each is a document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
-    row 0: tokens [9 3 1 4]  targets [3 1 4 1]  is_start [1 0 0 0]
-    row 1: tokens [1 9 9 0]  targets [5 9 2 0]  is_start [1 1 0 0]  weights [1 1 1 0]
+    row 0: tokens [9 3 1 4]  targets [3 1 4 1]  document_starts [1 0 0 0]
+    row 1: tokens [1 9 9 0]  targets [5 9 2 0]  document_starts [1 1 0 0]  weights [1 1 1 0]
   """
 
   def __init__(
@@ -279,9 +280,9 @@ class EvaluationDocuments:
       "tokens": np.full(shape, self._pad_id, np.int32),
       "targets": np.zeros(shape, np.int32),
       "weights": np.zeros(shape, np.float32),
-      "is_start": np.zeros(shape, np.int32),
+      "document_starts": np.zeros(shape, np.int32),
     }
-    batch["is_start"][:, 0] = 1
+    batch["document_starts"][:, 0] = 1
     inputs = [("tokens", self._tokens, self._documents.start_id)]
     if self._boundaries is not None:
       batch["boundaries"] = np.zeros(shape, np.int32)
@@ -291,7 +292,7 @@ class EvaluationDocuments:
       at = 0
       for begin, end, counted in zip(*self._places(self._windows[first:last]), strict=True):
         here = slice(at, at + end - begin)
-        batch["is_start"][b, at] = 1
+        batch["document_starts"][b, at] = 1
         batch["targets"][b, here] = self._tokens[begin:end]
         batch["weights"][b, here] = np.arange(begin, end) >= counted
         for name, stream, start in inputs:  # the input of a target is the token before
@@ -356,7 +357,7 @@ class EvaluationWindows(EvaluationDocuments):
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of batch `index`, 0 .. len - 1, each a window."""
     batch = super().batch(index, rows)
-    del batch["is_start"]
+    del batch["document_starts"]
     return batch
 
 

@@ -236,9 +236,9 @@ def check_prompt(
       )
     return
   names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
-  ends = [x for x in names if not getattr(registry.mixers.component(x), "is_endless", True)]
+  ends = [x for x in names if not getattr(registry.mixers.component(x), "is_unbounded", True)]
   kind = model.boundaries.name
-  if not registry.boundaries.component(kind).is_endless:
+  if not registry.boundaries.component(kind).is_unbounded:
     ends.append(f"{kind} boundaries")
   if model.positions == "learned":
     ends.append("learned positions")

@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
       None for no rotation.
   """
 
-  is_endless: ClassVar[bool] = False
+  is_unbounded: ClassVar[bool] = False
 
   num_heads: int = 1
   max_length: int = 0
@@ -58,16 +58,16 @@ class SelfAttention(nn.Module):
     deterministic: bool = True,
     cache: ops.AttentionCache | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
     sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
     inputs = mixer.check_input(
-      inputs, is_start=is_start, cache=cache, is_endless=self.is_endless, **sizes
+      inputs, document_starts=document_starts, cache=cache, is_unbounded=self.is_unbounded, **sizes
     )
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if cache is None:
-      y_bthe = self._attend(q, k, v, is_start, **_dropout(self, deterministic))
+      y_bthe = self._attend(q, k, v, document_starts, **_dropout(self, deterministic))
     else:
       y_bthe, cache = self._attend_cached(q, k, v, cache, lengths)
     out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
@@ -78,30 +78,30 @@ class SelfAttention(nn.Module):
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     return _init_cache(self, batch, width)
 
-  def _attend(self, q, k, v, is_start, **options) -> jax.Array:
-    q, k, v = self._factors(q, k, v, None, is_start)
-    return ops.causal_attention(q, k, v, is_start=is_start, **options)
+  def _attend(self, q, k, v, document_starts, **options) -> jax.Array:
+    q, k, v = self._factors(q, k, v, None, document_starts)
+    return ops.causal_attention(q, k, v, document_starts=document_starts, **options)
 
   def _attend_cached(self, q, k, v, cache, lengths) -> tuple[jax.Array, ops.AttentionCache]:
     q, k, v = self._factors(q, k, v, cache, None)
     return ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
 
-  def _factors(self, q, k, v, cache, is_start) -> list[jax.Array]:
+  def _factors(self, q, k, v, cache, document_starts) -> list[jax.Array]:
     """The arrays as products take them, and rotated where positions are rotary."""
     if self.rotary_base is not None:
-      angles = self._angles(self.rotary_base, q.shape, cache, is_start)
+      angles = self._angles(self.rotary_base, q.shape, cache, document_starts)
       q, k = ops.rotate(q, angles), ops.rotate(k, angles)
     return [ops.as_factor(x) for x in (q, k, v)]
 
-  def _angles(self, base: float, shape, cache, is_start) -> jax.Array:
+  def _angles(self, base: float, shape, cache, document_starts) -> jax.Array:
     """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""
     batch, length, _, features = shape
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is not None:
       checks.record("cache", cache, ops.AttentionCache, dict(B=batch), length=("B", jnp.int32))
       place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    elif is_start is not None:
-      place_bt = ops.document_places(is_start)
+    elif document_starts is not None:
+      place_bt = ops.document_places(document_starts)
     else:
       return table[None, :length]
     # Beyond the longest nan, as attention with a cache gives.
@@ -183,11 +183,11 @@ class RelativeAttention(nn.Module):
     positions: RelativePositions | None = None,
     cache: RelativeAttentionCache | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
     limits: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
-    inputs = mixer.check_input(inputs, is_start=is_start, cache=cache, **limits)
+    inputs = mixer.check_input(inputs, document_starts=document_starts, cache=cache, **limits)
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length
     per_head = self.num_heads, width // self.num_heads
@@ -204,7 +204,9 @@ class RelativeAttention(nn.Module):
       r_rhe = project(positions.table[:length]).reshape(-1, *per_head)
       k, v, r_rhe = (ops.as_factor(x) for x in (k, v, r_rhe))
       drop = _dropout(self, deterministic)
-      y_bthe = ops.relative_attention(q, k, v, r_rhe, *biases, is_start=is_start, **drop)
+      y_bthe = ops.relative_attention(
+        q, k, v, r_rhe, *biases, document_starts=document_starts, **drop
+      )
     else:
       checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
       kept = cache.attention

@@ -148,7 +148,7 @@ class Block(nn.Module):
     checks.choice("norm", self.norm, ("post", "pre"))
     checks.choice("norm_kind", self.norm_kind, NORMS)
     mixer = self.make_mixer(name="mixer")
-    if "is_start" in mixer_inputs:
+    if "document_starts" in mixer_inputs:
       check_takes_starts(mixer)
 
     def mix(x: jax.Array, *, deterministic: bool) -> jax.Array:

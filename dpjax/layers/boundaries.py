@@ -52,7 +52,7 @@ class Boundaries(nn.Module):
       first token of each row and document must be a boundary.
     needs_run: whether its field `frozen` receives the model of the folder `run`, whose
       parameters are stored under "frozen" and not trained.
-    is_endless: whether it also finds boundaries beyond the model's window.
+    is_unbounded: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
     reads_share: whether its `loss` reads "boundary_share", counted in a pass of its own with
       `train.accumulate_steps`.
@@ -67,7 +67,7 @@ class Boundaries(nn.Module):
   takes_noise: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
   needs_run: ClassVar[bool] = False
-  is_endless: ClassVar[bool] = True
+  is_unbounded: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
   pooling = "mean"
@@ -133,7 +133,7 @@ class Boundaries(nn.Module):
     num_before: jax.Array | None = None,
     state: Any = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> BoundaryOutput:
     """Finds where segments end; each boundary may depend only on the tokens so far.
 
@@ -145,7 +145,7 @@ class Boundaries(nn.Module):
       num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      is_start: [B, T], 1 where a document begins, else 0, without a state. The model refuses
+      document_starts: [B, T], 1 where a document begins, else 0, without a state. The model refuses
         documents if a kind lacks this argument.
     """
     raise NotImplementedError
@@ -159,7 +159,7 @@ class Boundaries(nn.Module):
     segments: jax.Array,
     probabilities: jax.Array | None,
     previous: jax.Array | None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """Changes the segments between the middle and the tokens, without a null group.
 
@@ -167,7 +167,7 @@ class Boundaries(nn.Module):
       segments: [B, S, D], the output of the middle.
       probabilities: [B, S], those of `BoundaryOutput` at the boundaries that end the segments.
       previous: [B, D], the last result, if rows continue.
-      is_start: [B, S], 1 at the first segment of each document, if rows have several.
+      document_starts: [B, S], 1 at the first segment of each document, if rows have several.
     """
     return segments
 
@@ -197,7 +197,7 @@ class Boundaries(nn.Module):
 
     Args:
       output: `dpjax.models.LanguageModelOutput`.
-      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "is_start", [B, T],
+      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "document_starts", [B, T],
         "boundary_share", that of the whole batch of which this is a part, and in training
         "update", the number of updates before.
 
@@ -230,10 +230,12 @@ class Fixed(Boundaries):
       checks.integer("offset", self.offset, 0, self.shortening_factor - 1)
     super().__post_init__()
 
-  def __call__(self, hidden, tokens, *, num_before=None, is_start=None, **_):
+  def __call__(self, hidden, tokens, *, num_before=None, document_starts=None, **_):
     shape = checks.array("hidden", hidden, "B T D").shape[:2]
     rule = shape, self.shortening_factor, self.offset
-    return BoundaryOutput(ops.fixed_boundaries(*rule, num_before=num_before, is_start=is_start))
+    return BoundaryOutput(
+      ops.fixed_boundaries(*rule, num_before=num_before, document_starts=document_starts)
+    )
 
   def most_segments(self, length: int) -> int:
     first = self.shortening_factor - 1 if self.offset is None else self.offset
@@ -283,9 +285,9 @@ class SpaceByte(Boundaries):
   pooling: str = "mean"
   num_capacities: int = 5
 
-  def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
+  def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
     found = ops.spacelike_boundaries(
-      tokens, self.space_ids, self.end_ids, previous=state, is_start=is_start
+      tokens, self.space_ids, self.end_ids, previous=state, document_starts=document_starts
     )
     if state is None:
       return BoundaryOutput(found)

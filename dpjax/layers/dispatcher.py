@@ -61,11 +61,11 @@ class Dispatcher(nn.Module):
     level_keep: jax.Array | None = None,
     cache: ops.ShiftAndSumCache | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
     sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
-    inputs = mixer.check_input(inputs, is_start=is_start, cache=cache, **sizes)
+    inputs = mixer.check_input(inputs, document_starts=document_starts, cache=cache, **sizes)
     num_levels, shape = self._num_levels, inputs.shape
     if level_keep is None and self.level_dropout and not deterministic:
       key = self.make_rng("dropout")
@@ -88,7 +88,7 @@ class Dispatcher(nn.Module):
       v_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
     else:
       options: Any = dict(level_keep=level_keep, implementation=self.implementation)
-      v_bthe = ops.shift_and_sum(v_bthe, g_bthk, is_start=is_start, **options)
+      v_bthe = ops.shift_and_sum(v_bthe, g_bthk, document_starts=document_starts, **options)
     x = v_bthe if self.shares_matrices else v_bthe.reshape(shape)
     y_btd = linear(self, width, "out")(x).reshape(shape)
     return y_btd if cache is None else (y_btd, cache)

@@ -55,28 +55,28 @@ class TokenAndPosition(nn.Module):
     *,
     deterministic: bool = True,
     num_before: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
     `num_before` [B] is the position of each row's first token, by default 0; sinusoidal positions
-    then continue beyond `max_length`, where learned ones are nan. `is_start` [B, T] is 1 at the
-    first token of each document, which has the position 0; not with `num_before`.
+    then continue beyond `max_length`, where learned ones are nan. `document_starts` [B, T] is 1 at
+    the first token of each document, which has the position 0; not with `num_before`.
 
     Raises:
-      ValueError: an argument is not as above, or T is above `max_length` without `is_start`, or
-        `num_before` and positions that continue.
+      ValueError: an argument is not as above, or T is above `max_length` without `document_starts`,
+        or `num_before` and positions that continue.
     """
     check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
     checks.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
-    tokens, num_before, is_start = checks.arrays(
+    tokens, num_before, document_starts = checks.arrays(
       tokens=(tokens, "B T", checks.INTEGERS),
       num_before=(num_before, "B | None", checks.INTEGERS),
-      is_start=(is_start, "B T | None", checks.STARTS),
+      document_starts=(document_starts, "B T | None", checks.STARTS),
     )
     length = tokens.shape[1]
-    is_endless = num_before is not None and self.positions != "learned"
-    if length > self.max_length and is_start is None and not is_endless:
+    is_unbounded = num_before is not None and self.positions != "learned"
+    if length > self.max_length and document_starts is None and not is_unbounded:
       longest = f"T <= max_length = {self.max_length}"
       raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
     init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
@@ -87,10 +87,10 @@ class TokenAndPosition(nn.Module):
     if self.positions == "none":
       return Dropout(self.dropout)(x_btd, deterministic=deterministic)
     place_bt = None
-    if is_start is not None:
+    if document_starts is not None:
       if num_before is not None:
-        raise ValueError("is_start: expected None with num_before")
-      place_bt = ops.document_places(is_start)
+        raise ValueError("document_starts: expected None with num_before")
+      place_bt = ops.document_places(document_starts)
     elif num_before is not None:
       place_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
     scale, is_learned = jnp.asarray(self.width**0.5, self.dtype), self.positions == "learned"

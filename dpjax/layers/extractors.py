@@ -58,10 +58,12 @@ class ME(nn.Module):
     deterministic: bool = True,
     cache: Any = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    inputs = mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    inputs = mixer.check_input(
+      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
+    )
     x_btd, tap_shape = self._prepare(inputs)
     shape = self.max_length, *tap_shape
     fan_in = shape[0] * (shape[1] if len(shape) == 3 else 1)
@@ -71,7 +73,7 @@ class ME(nn.Module):
     if cache is not None:
       y_btd, cache = ops.causal_convolution_cached(x_btd, taps, cache, lengths=lengths)
       return self._finish(inputs, y_btd), cache
-    options: Any = dict(is_start=is_start, implementation=self.implementation)
+    options: Any = dict(document_starts=document_starts, implementation=self.implementation)
     return self._finish(inputs, ops.causal_convolution(x_btd, taps, **options))
 
   def init_cache(self, batch: int, width: int) -> _Cache:

@@ -103,7 +103,7 @@ class EntropySpikes(_Predicted):
   def loss(self, output, batch):
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
-    targets = ops.entropy_spikes(entropies, self.left, is_start=batch.get("is_start"))
+    targets = ops.entropy_spikes(entropies, self.left, document_starts=batch.get("document_starts"))
     return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
 
 
@@ -158,7 +158,7 @@ class Gumbel(_Predicted):
 
   def loss(self, output, batch):
     weights, targets = batch["weights"], None
-    given = dict(weights=weights, is_start=batch.get("is_start"))
+    given = dict(weights=weights, document_starts=batch.get("document_starts"))
     loss_b = self._of_rows(output.boundaries.astype(jnp.float32), batch, given)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
@@ -247,12 +247,12 @@ class Routing(Boundaries):
     self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
 
   def __call__(
-    self, hidden, tokens, *, num_before=None, state=None, lengths=None, is_start=None, **_
+    self, hidden, tokens, *, num_before=None, state=None, lengths=None, document_starts=None, **_
   ):
     hidden = checks.array("hidden", hidden, "B T>=1 D", D=self.width)
     kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
-      hidden, *kernels, previous=state, num_before=num_before, is_start=is_start
+      hidden, *kernels, previous=state, num_before=num_before, document_starts=document_starts
     )
     after = () if state is None else newest(state, hidden, lengths)
     return BoundaryOutput(boundaries, probabilities=probabilities, state=after)
@@ -260,9 +260,11 @@ class Routing(Boundaries):
   def init_state(self, batch: int, width: int) -> jax.Array:
     return jnp.zeros((batch, width), self.dtype)
 
-  def blend(self, segments, probabilities, previous, is_start=None):
+  def blend(self, segments, probabilities, previous, document_starts=None):
     assert probabilities is not None
-    return ops.smooth_segments(segments, probabilities, previous=previous, is_start=is_start)
+    return ops.smooth_segments(
+      segments, probabilities, previous=previous, document_starts=document_starts
+    )
 
   def join(self, read, hidden, found):
     assert found.probabilities is not None
@@ -304,7 +306,7 @@ class EntropyThreshold(Boundaries):
   """
 
   needs_run: ClassVar[bool] = True
-  is_endless: ClassVar[bool] = False
+  is_unbounded: ClassVar[bool] = False
 
   run: str = ""
   rule: str = "global"
@@ -327,12 +329,16 @@ class EntropyThreshold(Boundaries):
   def has_cache(self) -> bool:
     return self.frozen.has_cache
 
-  def __call__(self, hidden, tokens, *, state=None, lengths=None, is_start=None, **_):
+  def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
     assert self.theta is not None
     rule = self.rule, self.theta, self.theta_add
     if state is None:
-      entropies = ops.conditional_entropy(self.frozen(tokens, is_start=is_start).logits)
-      return BoundaryOutput(ops.entropy_threshold(entropies, *rule, is_start=is_start))
+      entropies = ops.conditional_entropy(
+        self.frozen(tokens, document_starts=document_starts).logits
+      )
+      return BoundaryOutput(
+        ops.entropy_threshold(entropies, *rule, document_starts=document_starts)
+      )
     output = self.frozen(tokens, cache=state.cache, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
     previous = state.entropy, state.boundary

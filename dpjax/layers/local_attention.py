@@ -22,7 +22,7 @@ class LocalAttention(SelfAttention):
   The others are those of `SelfAttention`.
   """
 
-  is_endless: ClassVar[bool] = True
+  is_unbounded: ClassVar[bool] = True
 
   window: int = 256
 
@@ -35,13 +35,13 @@ class LocalAttention(SelfAttention):
     features = width // self.num_heads
     return ops.init_attention_cache(batch, self.window, self.num_heads, features, self.dtype)
 
-  def _attend(self, q, k, v, is_start, **options) -> jax.Array:
-    return super()._attend(q, k, v, is_start, window=self.window, **options)
+  def _attend(self, q, k, v, document_starts, **options) -> jax.Array:
+    return super()._attend(q, k, v, document_starts, window=self.window, **options)
 
   def _attend_cached(self, q, k, v, cache, lengths) -> tuple[jax.Array, ops.AttentionCache]:
     options: Any = dict(lengths=lengths, rotary_base=self.rotary_base)
     return ops.local_attention_cached(q, k, v, cache, **options)
 
-  def _angles(self, base: float, shape, cache, is_start) -> jax.Array:
+  def _angles(self, base: float, shape, cache, document_starts) -> jax.Array:
     # Scores depend on distances alone: places in the row serve documents, too.
     return jnp.asarray(ops.rotary_angles(shape[1], shape[3], base))[None]

@@ -23,12 +23,12 @@ class Mixer(Protocol):
 
   With a cache, a pytree of arrays, it takes rows in chunks of any size, with the outputs of whole
   rows: `outputs, cache = mixer(chunk, cache=cache)`. Chunks may extend rows beyond `max_length`,
-  unless the class says `is_endless = False`. A mixer may lack `init_cache`, `cache` and `lengths`;
-  generation then takes full passes.
+  unless the class says `is_unbounded = False`. A mixer may lack `init_cache`, `cache` and
+  `lengths`; generation then takes full passes.
 
-  With `is_start`, a row holds several documents, and each gives the same outputs as alone. The row
-  may then be longer than `max_length`; a document may not. A mixer may lack `is_start`; the model
-  then refuses documents. A row of a cache is one document.
+  With `document_starts`, a row holds several documents, and each gives the same outputs as alone.
+  The row may then be longer than `max_length`; a document may not. A mixer may lack
+  `document_starts`; the model then refuses documents. A row of a cache is one document.
 
   Mixers may share positions across layers: the method `make_positions` makes a module, whose
   result all such mixers of a model receive as `positions`.
@@ -46,7 +46,7 @@ class Mixer(Protocol):
     deterministic: bool = True,
     cache: Any = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes the positions of [B, T, D].
 
@@ -56,8 +56,8 @@ class Mixer(Protocol):
       cache: None, or from `init_cache` or the previous call.
       lengths: [B], int32, with a cache: the number of real positions in each row, before
         its padding; None means all.
-      is_start: [B, T], 1 where a document begins, else 0; not with a cache. None: rows are one
-        document each.
+      document_starts: [B, T], 1 where a document begins, else 0; not with a cache. None: rows are
+        one document each.
 
     Returns:
       [B, T, D], and with a cache also the new cache; outputs of padding are meaningless.
@@ -74,25 +74,27 @@ def check_input(
   *,
   max_length: int,
   num_heads: int = 1,
-  is_start: jax.Array | None = None,
+  document_starts: jax.Array | None = None,
   cache: Any = None,
-  is_endless: bool = True,
+  is_unbounded: bool = True,
 ) -> jax.Array:
   """Checks the input of a mixer, and returns it as an array.
 
   Raises:
     ValueError: `inputs` are no floats [B, T, D], are longer than `max_length` though they are one
-      document and no chunk of an endless row, D is no multiple of `num_heads`, or `is_start` is
-      not [B, T] or with a cache.
+      document and no chunk of an endless row, D is no multiple of `num_heads`, or `document_starts`
+      is not [B, T] or with a cache.
   """
   batch = "B" if cache is None else "B>=1"
   inputs = checks.array("inputs", inputs, f"{batch} T>=1 D>=1")
   length, width = inputs.shape[1:]
-  if is_start is not None:
-    ops.check_starts(is_start, inputs.shape[:2])
+  if document_starts is not None:
+    ops.check_starts(document_starts, inputs.shape[:2])
     if cache is not None:
-      raise UserError("is_start: expected None with a cache, whose rows are one document each")
-  elif length > max_length and not (is_endless and cache is not None):
+      raise UserError(
+        "document_starts: expected None with a cache, whose rows are one document each"
+      )
+  elif length > max_length and not (is_unbounded and cache is not None):
     raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
   if width % num_heads:
     raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
@@ -100,17 +102,17 @@ def check_input(
 
 
 def takes_starts(module: Any) -> bool:
-  """Whether a mixer, or a kind of boundaries, takes `is_start`."""
+  """Whether a mixer, or a kind of boundaries, takes `document_starts`."""
   parameters = inspect.signature(type(module).__call__).parameters.values()
-  return any(x.name == "is_start" or x.kind is x.VAR_KEYWORD for x in parameters)
+  return any(x.name == "document_starts" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
 def check_takes_starts(module: Any) -> None:
   """Raises a `ValueError` if `takes_starts` does not hold."""
   if not takes_starts(module):
     raise UserError(
-      f"is_start: expected none for a model with {type(module).__name__}, which does not keep "
-      "documents apart (its __call__ takes no `is_start`), got some"
+      f"document_starts: expected none for a model with {type(module).__name__}, which does not "
+      "keep documents apart (its __call__ takes no `document_starts`), got some"
     )
 
 

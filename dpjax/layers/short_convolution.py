@@ -45,16 +45,18 @@ class ShortConvolution(nn.Module):
     deterministic: bool = True,
     cache: jax.Array | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
-    inputs = mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    inputs = mixer.check_input(
+      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
+    )
     width = inputs.shape[-1]
     b_btd, c_btd, v_btd = jnp.split(linear(self, 3 * width, "in")(inputs), 3, axis=-1)
     init = weights(self.init_std, symmetric_uniform(self.num_taps**-0.5))
     taps = self.param("taps", init, (self.num_taps, width), jnp.float32).astype(self.dtype)
     if cache is None:
-      y_btd = ops.short_convolution(b_btd * v_btd, taps, is_start=is_start)
+      y_btd = ops.short_convolution(b_btd * v_btd, taps, document_starts=document_starts)
     else:
       y_btd, cache = ops.short_convolution_cached(b_btd * v_btd, taps, cache, lengths=lengths)
     y_btd = linear(self, width, "out")(c_btd * y_btd)

@@ -216,7 +216,7 @@ def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], in
 
   def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     # Several processes would have to agree on it; documents have null groups of their own.
-    if not kinds or jax.process_count() > 1 or "is_start" in batch:
+    if not kinds or jax.process_count() > 1 or "document_starts" in batch:
       return None
     counts = kinds[0].count_in(batch["tokens"])
     length = batch["tokens"].shape[1]

@@ -39,7 +39,9 @@ class StageBoundaries(NamedTuple):
   boundary_logits: jax.Array | None
   boundary_probabilities: jax.Array | None
   inner: "StageBoundaries | None" = None  # the stage within this one
-  is_start: jax.Array | None = None  # [B, S], 1 where a document begins; None for one document
+  document_starts: jax.Array | None = (
+    None  # [B, S], 1 where a document begins; None for one document
+  )
 
 
 class HourglassOutput(NamedTuple):
@@ -66,7 +68,7 @@ class PooledMiddle:
     """[B, S, D] and `StageBoundaries`; `lengths`, [B], counts the segments."""
     del options["positions"]
     output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
-    stage = StageBoundaries(*output[1:3], *output[4:], is_start=options["is_start"])
+    stage = StageBoundaries(*output[1:3], *output[4:], document_starts=options["document_starts"])
     return output.hidden, stage
 
   def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
@@ -143,7 +145,7 @@ class Hourglass(nn.Module):
     lengths: jax.Array | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D]; with a cache, the middle runs only if a segment ends.
 
@@ -153,14 +155,14 @@ class Hourglass(nn.Module):
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, instead of the module's own.
       boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
-      capacity: an S that holds every row, at most T + 1, with `is_start` 2 T; None finds it on
-        the device. If it is too small, the result is nan.
+      capacity: an S that holds every row, at most T + 1, with `document_starts` 2 T; None finds it
+        on the device. If it is too small, the result is nan.
       cache: None, or from `init_cache` or the previous output.
       num_before: [B], int32, with a cache: the number of earlier tokens in each row.
       lengths: [B], int32: the number of real tokens in each row; None means all.
       sizes: the lengths for which the outer stacks are compiled; see `Stack`.
       needed: see `Stack`.
-      is_start: [B, T], without a cache: 1 where a document begins, else 0.
+      document_starts: [B, T], without a cache: 1 where a document begins, else 0.
 
     Raises:
       ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
@@ -170,17 +172,17 @@ class Hourglass(nn.Module):
     batch, length, width = inputs.shape
     if cache is not None and capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
-    most_places = length + 1 if is_start is None else max(2 * length, 1)
+    most_places = length + 1 if document_starts is None else max(2 * length, 1)
     if capacity is not None and not 1 <= capacity <= most_places:
-      known = "T + 1" if is_start is None else "2 T"
+      known = "T + 1" if document_starts is None else "2 T"
       raise ValueError(f"capacity: expected 1 to {known} = {most_places}, got {capacity}")
     kind = self.make_boundaries(name="boundary_predictor")
-    if is_start is not None:
+    if document_starts is not None:
       check_takes_starts(kind)
       if not kind.has_null_group and kind.pooling != "last":
         raise UserError(
-          f"is_start: expected none for {type(kind).__name__}, whose segments are means but have "
-          "no null group, got some"
+          f"document_starts: expected none for {type(kind).__name__}, whose segments are means "
+          "but have no null group, got some"
         )
     if boundary_noise is not None and not kind.takes_noise:
       raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
@@ -188,7 +190,9 @@ class Hourglass(nn.Module):
     positions = None if make is None else make(name="relative_positions")
     middle_positions = positions if make_middle is None else make_middle(name="middle_positions")
     common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
-    outer: dict[str, Any] = common | dict(sizes=sizes, needed=needed, is_start=is_start)
+    outer: dict[str, Any] = common | dict(
+      sizes=sizes, needed=needed, document_starts=document_starts
+    )
     if cache is None:
       h_btd = self.first(inputs, name="first", **outer)
     else:
@@ -205,11 +209,11 @@ class Hourglass(nn.Module):
       num_before=num_before,
       state=None if cache is None else cache.boundaries,
       lengths=lengths,
-      **({} if is_start is None else {"is_start": is_start}),
+      **({} if document_starts is None else {"document_starts": document_starts}),
     )
     if boundaries is None:
       boundaries = found.boundaries
-      most = kind.most_segments(length) if is_start is None else None
+      most = kind.most_segments(length) if document_starts is None else None
       if capacity is None and most is not None:
         capacity = most + 1
     else:
@@ -250,22 +254,22 @@ class Hourglass(nn.Module):
       cache = HourglassCache(first, middle, last, segment, latest, found.state)
       return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
 
-    num_null, null_starts = (1, is_start) if kind.has_null_group else (0, None)
+    num_null, null_starts = (1, document_starts) if kind.has_null_group else (0, None)
     segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
     segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
     if capacity is None:
-      middle_sizes = _capacities(kind, length, is_start is not None)
+      middle_sizes = _capacities(kind, length, document_starts is not None)
       num_read = jnp.max(segments_b, initial=0)
     else:
       middle_sizes, num_read = (capacity,), None
     size = middle_sizes[-1]
     pooled_bsd = ops.pool_segments(
-      h_btd, boundaries, size - num_null, method=kind.pooling, is_start=null_starts
+      h_btd, boundaries, size - num_null, method=kind.pooling, document_starts=null_starts
     )
     s_bsd, middle_starts = widen(pooled_bsd), None
-    if is_start is not None:
+    if document_starts is not None:
       middle_starts = ops.segment_starts(
-        boundaries, is_start, size, has_null_group=kind.has_null_group
+        boundaries, document_starts, size, has_null_group=kind.has_null_group
       )
     if kind.has_null_group:
       s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
@@ -275,7 +279,7 @@ class Hourglass(nn.Module):
     of_middle: dict[str, Any] = common | dict(
       name="middle",
       positions=middle_positions,
-      is_start=middle_starts,
+      document_starts=middle_starts,
       sizes=middle_sizes,
       needed=num_read,
     )
@@ -288,7 +292,7 @@ class Hourglass(nn.Module):
     if not kind.has_null_group:
       s_bsd = kind.blend(s_bsd, pool_at_boundaries(found, size), None, middle_starts)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
-    u_btd = ops.upsample_segments(s_bsd, boundaries, is_start=null_starts)
+    u_btd = ops.upsample_segments(s_bsd, boundaries, document_starts=null_starts)
     y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **outer)
     return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 

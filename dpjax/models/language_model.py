@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
     capacity: int | None = None,
     cache: LanguageModelCache | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> LanguageModelOutput:
     """[B, T] token ids -> logits [B, T, V].
 
@@ -105,10 +105,11 @@ class LanguageModel(nn.Module):
       boundaries: see `dpjax.models.Hourglass`, also for the next two.
       boundary_noise: [B, T].
       capacity: S.
-      cache: None, or, in inference without `is_start`, from `init_cache` or the previous output.
+      cache: None, or, in inference without `document_starts`, from `init_cache` or the previous
+        output.
       lengths: [B], int32, with a cache: the number of real tokens in each row; None means all.
-      is_start: [B, T], 1 at the first token of each document, else 0. Each document gives the
-        same outputs as alone; rows may be longer than `max_length`, documents may not. None
+      document_starts: [B, T], 1 at the first token of each document, else 0. Each document gives
+        the same outputs as alone; rows may be longer than `max_length`, documents may not. None
         means that each row is one document.
 
     Raises:
@@ -119,15 +120,15 @@ class LanguageModel(nn.Module):
     if cache is None:
       if lengths is not None:
         raise ValueError("lengths: expected none without a cache, got some")
-      if is_start is not None:
-        is_start = ops.check_starts(is_start, tokens.shape)
+      if document_starts is not None:
+        document_starts = ops.check_starts(document_starts, tokens.shape)
     else:
       if not deterministic:
         raise ValueError("deterministic: expected True with a cache, got False")
       if self.is_initializing():
         raise ValueError("cache: expected none in `init`, got one")
-      if is_start is not None:
-        raise ValueError("is_start: expected none with a cache, got some")
+      if document_starts is not None:
+        raise ValueError("document_starts: expected none with a cache, got some")
       checks.record(
         "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
       )
@@ -136,7 +137,9 @@ class LanguageModel(nn.Module):
       *sizes, self.positions, self.dropout, self.init_std, self.dtype, name="embedding"
     )
     num_before = None if cache is None else cache.length
-    x_btd = embedding(tokens, deterministic=deterministic, num_before=num_before, is_start=is_start)
+    x_btd = embedding(
+      tokens, deterministic=deterministic, num_before=num_before, document_starts=document_starts
+    )
     of_pooling: dict[str, Any] = dict(
       boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
     )
@@ -145,7 +148,7 @@ class LanguageModel(nn.Module):
       if cache is not None:
         of_pooling |= dict(cache=cache.layers, num_before=num_before, lengths=lengths)
       found = self.make_hourglass(name="hourglass")(
-        x_btd, tokens, deterministic=deterministic, is_start=is_start, **of_pooling
+        x_btd, tokens, deterministic=deterministic, document_starts=document_starts, **of_pooling
       )._asdict()
       x_btd, layers = found.pop("hidden"), found.pop("cache")
     else:
@@ -159,7 +162,7 @@ class LanguageModel(nn.Module):
       positions = None if make is None else make(name="relative_positions")
       named: dict[str, Any] = dict(name="layers", positions=positions)
       if cache is None:
-        x_btd = stack(x_btd, deterministic=deterministic, is_start=is_start, **named)
+        x_btd = stack(x_btd, deterministic=deterministic, document_starts=document_starts, **named)
       else:
         x_btd, layers = stack.with_caches(self.width, **named)(x_btd, cache.layers, lengths)
     if cache is not None:

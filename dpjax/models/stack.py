@@ -75,7 +75,7 @@ class Stack:
     positions: nn.Module | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T, D] -> [B, T, D]; call it within a compact method of the module around.
 
@@ -86,7 +86,7 @@ class Stack:
       positions: from `dpjax.layers.attention.SharedPositions`, if mixers share them.
       sizes: the capacities of `dpjax.ops.run_at_capacity`; () for T alone.
       needed: see `dpjax.ops.run_at_capacity`.
-      is_start: see `LanguageModel`.
+      document_starts: see `LanguageModel`.
     """
     shared = None
     if positions is not None and self.has_positions:
@@ -96,18 +96,18 @@ class Stack:
       own = _own_positions(shared, block)
       # Parameters are made by a direct call, which any capacity would make alike.
       if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_mixer_arguments(own, is_start))
+        return block(x_btd, deterministic=deterministic, **_mixer_arguments(own, document_starts))
       has_key = not deterministic and block.has_rng("dropout")
       key = block.make_rng("dropout") if has_key else None
       free = block.clone(parent=None)
 
-      def at_capacity(x_btd, params, own, key, is_start):
-        starts = None if is_start is None else is_start[:, : x_btd.shape[1]]
+      def at_capacity(x_btd, params, own, key, document_starts):
+        starts = None if document_starts is None else document_starts[:, : x_btd.shape[1]]
         given = _mixer_arguments(own, starts)
         given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
         return free.apply({"params": params}, x_btd, **given)
 
-      arguments = block.variables["params"], own, key, is_start
+      arguments = block.variables["params"], own, key, document_starts
       return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments)
 
     if self.remat and len(sizes) < 2:
@@ -242,9 +242,9 @@ def _own_positions(shared: Any, block: Any) -> Any:
   return shared if has_own else None
 
 
-def _mixer_arguments(positions: Any, is_start: jax.Array | None) -> dict[str, Any]:
+def _mixer_arguments(positions: Any, document_starts: jax.Array | None) -> dict[str, Any]:
   """The arguments that a mixer may lack, unless they are None."""
-  given = {"positions": positions, "is_start": is_start}
+  given = {"positions": positions, "document_starts": document_starts}
   return {name: value for name, value in given.items() if value is not None}
 
 

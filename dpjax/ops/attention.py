@@ -37,7 +37,7 @@ def causal_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
-  is_start: jax.Array | None = None,
+  document_starts: jax.Array | None = None,
   window: int | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
@@ -50,7 +50,7 @@ def causal_attention(
   recompute the weights in the backward pass: O(B H block_size**2 + B H T E) memory, and
   reverse-mode derivatives only. The softmax is in float32, or in float64 if an argument is.
   By default an NVIDIA GPU takes cuDNN's kernel for bfloat16 and float16, where it has one and
-  without dropout, `is_start` and `window`.
+  without dropout, `document_starts` and `window`.
 
   With a window of w, s >= t - w + 1, and tiles outside of this band are skipped: O(T w E) time.
 
@@ -60,7 +60,7 @@ def causal_attention(
     values: [B, T, H, E], floats.
     dropout_rate: the probability in [0, 1) of `dropout` of the weights.
     dropout_key: its random key; the draw also depends on `block_size`.
-    is_start: [B, T], 1 at the first token of each document, else 0: a position attends only
+    document_starts: [B, T], 1 at the first token of each document, else 0: a position attends only
       to its own document. None means that each row is one document.
     window: w, the most keys that a query sees, its own included; None for all.
     block_size: the most queries and keys of a tile. None: 128 on a CPU, 256 to 1,024 by T on a
@@ -76,7 +76,7 @@ def causal_attention(
   Sec. 3. Tiles: Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
   """
   arrays = queries, keys, values = checks.arrays(**_axes(queries, keys, values))
-  place_bt, sizes = _check(queries, dropout_rate, dropout_key, is_start, block_size, window)
+  place_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size, window)
 
   def attend(size: int, queries, keys, values):
     if size:
@@ -107,7 +107,7 @@ def relative_attention(
   *,
   dropout_rate: float = 0.0,
   dropout_key: jax.Array | None = None,
-  is_start: jax.Array | None = None,
+  document_starts: jax.Array | None = None,
   block_size: int | None = None,
 ) -> jax.Array:
   """Attends from every position to itself and the past, by content and by distance.
@@ -130,7 +130,7 @@ def relative_attention(
     content_bias=(content_bias, "H E"),
     position_bias=(position_bias, "H E"),
   )
-  place_bt, sizes = _check(queries, dropout_rate, dropout_key, is_start, block_size)
+  place_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size)
   positions = positions[: queries.shape[1]]
 
   def attend(size: int, queries, keys, values, *relative):
@@ -231,7 +231,7 @@ def _attend_by_cudnn(queries, keys, values) -> jax.Array:
   return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="cudnn")
 
 
-def _check(queries, dropout_rate, dropout_key, is_start, block_size, window=None) -> tuple:
+def _check(queries, dropout_rate, dropout_key, document_starts, block_size, window=None) -> tuple:
   """How far back queries see, [B or 1, T] or None, and by platform the size of blocks or 0."""
   checks.rate("dropout_rate", dropout_rate)
   if dropout_rate:
@@ -241,8 +241,8 @@ def _check(queries, dropout_rate, dropout_key, is_start, block_size, window=None
     chosen = _block_sizes(length)
   else:
     checks.integer("block_size", block_size)
-  if is_start is not None:
-    place_bt = document_places(check_starts(is_start, queries.shape[:2]))
+  if document_starts is not None:
+    place_bt = document_places(check_starts(document_starts, queries.shape[:2]))
   if window is not None and checks.integer("window", window) < length:
     if place_bt is None:  # Of all rows, [1, T], so that devices need not exchange any.
       place_bt = jnp.arange(length, dtype=jnp.int32)[None]

@@ -257,9 +257,13 @@ def local_attention_cached(
   k_bnhe, v_bnhe = with_past(cache.keys, keys), with_past(cache.values, values)
   # The row begins behind the places that no token has filled yet.
   first_b1 = num_past - jnp.minimum(cache.length, num_past)[:, None]
-  is_start = ((place_n == 0) | (place_n == first_b1)).astype(jnp.int32)
+  document_starts = ((place_n == 0) | (place_n == first_b1)).astype(jnp.int32)
   outputs = causal_attention(
-    turn(q_bnhe, place_n), turn(k_bnhe, place_n), v_bnhe, is_start=is_start, window=window
+    turn(q_bnhe, place_n),
+    turn(k_bnhe, place_n),
+    v_bnhe,
+    document_starts=document_starts,
+    window=window,
   )[:, num_past:]
   cache = _append_last(keys, values, cache, place_bc, lengths)
   return _zero_padding(outputs.astype(values.dtype), lengths), cache

@@ -13,7 +13,7 @@ from jax import lax
 
 from dpjax.ops import checks
 from dpjax.ops.dropout import dropout
-from dpjax.ops.platforms import replicate, vary_alike
+from dpjax.ops.platforms import pvary_like, replicate
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -41,7 +41,7 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
     farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
     relative = replicate((positions_hre, *relative[1:]))
-  inputs = vary_alike(_Inputs(q, k, v, relative))
+  inputs = pvary_like(_Inputs(q, k, v, relative))
   if place_bt is not None:
     place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
   with checks.reverse_mode(f"block_size: expected {length} or more"):

@@ -1,7 +1,7 @@
 """Boundaries of segments: rules, samples and losses. B batch, T position.
 
-A boundary of 1 means that a segment ends with that token. `is_start`, [B, T], is 1 at the first
-token of each document, else 0; None means that each row is one document.
+A boundary of 1 means that a segment ends with that token. `document_starts`, [B, T], is 1 at the
+first token of each document, else 0; None means that each row is one document.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
 """
@@ -27,7 +27,7 @@ def fixed_boundaries(
   offset: int | None = None,
   *,
   num_before: jax.Array | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with every `factor`-th token.
 
@@ -41,7 +41,7 @@ def fixed_boundaries(
     offset: the place of the first boundary. None is factor - 1: all segments are equally long;
       the authors' code has 0.
     num_before: [B], integers, the place t of each row's first token; None means 0.
-    is_start: [B, T], without `num_before`; t is 0 at the first token of each document.
+    document_starts: [B, T], without `num_before`; t is 0 at the first token of each document.
 
   Returns [B, T], int32. Source: Eq. 2.
   """
@@ -49,16 +49,16 @@ def fixed_boundaries(
   checks.integer("factor", factor)
   offset = factor - 1 if offset is None else offset
   checks.integer("offset", offset, 0, factor - 1)
-  num_before, is_start = checks.arrays(
+  num_before, document_starts = checks.arrays(
     dict(B=batch, T=length),
     num_before=(num_before, "B | None", checks.INTEGERS),
-    is_start=(is_start, "B T | None", checks.STARTS),
+    document_starts=(document_starts, "B T | None", checks.STARTS),
   )
   place_bt = jnp.arange(length, dtype=jnp.int32)[None]
   if num_before is not None:
     place_bt += num_before[:, None]
-  if is_start is not None:
-    place_bt = document_places(is_start)
+  if document_starts is not None:
+    place_bt = document_places(document_starts)
   is_end_bt = place_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 
@@ -84,7 +84,7 @@ def spacelike_boundaries(
   end_ids: Sequence[int] | None = None,
   *,
   previous: jax.Array | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment with the first of each run of spacelike tokens.
 
@@ -98,23 +98,23 @@ def spacelike_boundaries(
     space_ids: the tokens whose first byte is spacelike.
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
     previous: [B], whether the token before each row ends with a spacelike byte; None: it does not.
-    is_start: [B, T].
+    document_starts: [B, T].
 
   Returns [B, T], int32. Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
   space_ids = checks.ids("space_ids", space_ids)
   end_ids = space_ids if end_ids is None else checks.ids("end_ids", end_ids)
-  tokens, previous, is_start = checks.arrays(
+  tokens, previous, document_starts = checks.arrays(
     tokens=(tokens, "B T", checks.INTEGERS),
     previous=(previous, "B | None", checks.STARTS),
-    is_start=(is_start, "B T | None", checks.STARTS),
+    document_starts=(document_starts, "B T | None", checks.STARTS),
   )
   ends_bt = _is_in(tokens, end_ids)
   if previous is None:
     previous = jnp.zeros(tokens.shape[0], bool)
   before_bt = jnp.concatenate([previous[:, None].astype(bool), ends_bt[:, :-1]], axis=1)
-  if is_start is not None:
-    before_bt &= ~is_start.astype(bool)
+  if document_starts is not None:
+    before_bt &= ~document_starts.astype(bool)
   return (_is_in(tokens, space_ids) & ~before_bt).astype(jnp.int32)
 
 
@@ -174,7 +174,7 @@ def binomial_prior_loss(
   alpha: float,
   *,
   weights: ArrayLike | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """The negative log-probability of a row's number of boundaries under a binomial prior.
 
@@ -188,7 +188,7 @@ def binomial_prior_loss(
     boundaries: [B, T], zeros and ones; floats get a gradient.
     alpha: the prior probability of a boundary, in (0, 1); it may be traced.
     weights: [B, T], 1 where a token counts, else 0. None means that all count.
-    is_start: [B, T]; a row's loss is the mean of its documents', weighted by L.
+    document_starts: [B, T]; a row's loss is the mean of its documents', weighted by L.
 
   Returns [B], nats per token, float32, or float64 for such boundaries; 0 for a row in which no
   token counts. Source: Eq. 7.
@@ -200,7 +200,7 @@ def binomial_prior_loss(
     log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
     return -(log_choices + ones * log(alpha) + (total - ones) * log1p(-alpha))
 
-  return _of_rows(nats, boundaries, weights, is_start)
+  return _of_rows(nats, boundaries, weights, document_starts)
 
 
 def rate_bounds_loss(
@@ -209,7 +209,7 @@ def rate_bounds_loss(
   lowest: float,
   *,
   weights: ArrayLike | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """How far a row's rate of boundaries lies outside of two bounds.
 
@@ -223,7 +223,7 @@ def rate_bounds_loss(
     highest: a number; it may be traced.
     lowest: at most `highest`; it may be traced.
     weights: see `binomial_prior_loss`.
-    is_start: see `binomial_prior_loss`.
+    document_starts: see `binomial_prior_loss`.
 
   Returns [B], float32, or float64 for such boundaries; 0 for a row in which no token counts.
 
@@ -236,23 +236,23 @@ def rate_bounds_loss(
     rate = ones / jnp.where(total > 0, total, 1)
     return total * (jnp.maximum(0, rate - highest) + jnp.maximum(0, lowest - rate))
 
-  return _of_rows(outside, boundaries, weights, is_start)
+  return _of_rows(outside, boundaries, weights, document_starts)
 
 
-def _of_rows(function, boundaries, weights, is_start) -> jax.Array:
+def _of_rows(function, boundaries, weights, document_starts) -> jax.Array:
   """[B], function(k, L) / L of each row's k boundaries among L tokens, or of its documents."""
-  b_bt, w_bt, is_start = checks.arrays(
+  b_bt, w_bt, document_starts = checks.arrays(
     boundaries=(boundaries, "B T", checks.NUMBERS),
     weights=(weights, "B T | None", checks.NUMBERS),
-    is_start=(is_start, "B T | None", checks.STARTS),
+    document_starts=(document_starts, "B T | None", checks.STARTS),
   )
   b_bt = b_bt.astype(sum_dtype(b_bt))
   w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
   total_b = jnp.sum(w_bt, axis=1)
-  if is_start is None:
+  if document_starts is None:
     sum_b = function(jnp.sum(b_bt * w_bt, axis=1), total_b)
   else:
-    document_bt = jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
+    document_bt = jnp.cumsum(document_starts, axis=1, dtype=jnp.int32) - 1
     of_documents = [
       sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
     ]

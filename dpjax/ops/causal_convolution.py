@@ -25,7 +25,7 @@ def causal_convolution(
   inputs: jax.Array,
   filters: jax.Array,
   *,
-  is_start: jax.Array | None = None,
+  document_starts: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """Sums the inputs so far, each times the tap of its distance.
@@ -49,14 +49,14 @@ def causal_convolution(
   The first three multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
   matrix taps; a CPU in float32); "scan" and "toeplitz" then have no forward-mode derivatives.
 
-  With `is_start`, a document sees nothing of those before it, s >= t - o_t with o_t the place of t
-  within its document, for at most O(log T) times the work.
+  With `document_starts`, a document sees nothing of those before it, s >= t - o_t with o_t the
+  place of t within its document, for at most O(log T) times the work.
 
   Args:
     inputs: [B, T, D], floats.
-    filters: [L], [L, D] or [L, D, E], floats; without `is_start` L is at least T.
-    is_start: [B, T], 1 at the first token of each document, else 0; inputs L or more tokens ago
-      count as 0. None means that each row is one document.
+    filters: [L], [L, D] or [L, D, E], floats; without `document_starts` L is at least T.
+    document_starts: [B, T], 1 at the first token of each document, else 0; inputs L or more tokens
+      ago count as 0. None means that each row is one document.
     implementation: one of the names above; None takes that of `choose_implementation`.
 
   Returns:
@@ -69,7 +69,7 @@ def causal_convolution(
     inputs=(inputs, "B T D"), filters=(filters, "L>=1 | L>=1 D | L>=1 D E")
   )
   batch, length, width = inputs.shape
-  if length > len(filters) and is_start is None:
+  if length > len(filters) and document_starts is None:
     raise ValueError(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
@@ -80,7 +80,11 @@ def causal_convolution(
     devices = num_devices()
     chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]
     names = {"default": chosen[1]} | ({} if chosen[0] == chosen[1] else {"cpu": chosen[0]})
-  place_bt = None if is_start is None else document_places(check_starts(is_start, (batch, length)))
+  place_bt = (
+    None
+    if document_starts is None
+    else document_places(check_starts(document_starts, (batch, length)))
+  )
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)

@@ -1,7 +1,7 @@
 """Boundaries at tokens after which a model's prediction is uncertain.
 
-`is_start`, [B, T], is 1 at the first token of each document, else 0; None means that each row is
-one document.
+`document_starts`, [B, T], is 1 at the first token of each document, else 0; None means that each
+row is one document.
 
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
@@ -42,7 +42,7 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
 
 
 def entropy_spikes(
-  entropies: jax.Array, left: int = 2, *, is_start: ArrayLike | None = None
+  entropies: jax.Array, left: int = 2, *, document_starts: ArrayLike | None = None
 ) -> jax.Array:
   """Ends a segment where the entropy exceeds that of the preceding tokens.
 
@@ -53,16 +53,16 @@ def entropy_spikes(
   Args:
     entropies: [B, T], floats, nats; no nan.
     left: the number of preceding tokens to compare with, at least 1.
-    is_start: [B, T]; tokens of earlier documents are not compared.
+    document_starts: [B, T]; tokens of earlier documents are not compared.
 
   Returns [B, T], int32, with no gradient. Source: the pooling paper, Eq. 6.
   """
   checks.integer("left", left)
-  entropies, is_start = _check(entropies, is_start)
+  entropies, document_starts = _check(entropies, document_starts)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   place_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
-  if is_start is not None:
-    place_bt = document_places(is_start)
+  if document_starts is not None:
+    place_bt = document_places(document_starts)
 
   def join(lag, before_bt):
     past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
@@ -80,7 +80,7 @@ def entropy_threshold(
   theta_add: float = 0.0,
   *,
   previous: tuple[jax.Array, jax.Array] | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Ends a segment where the next token is hard to predict.
 
@@ -97,7 +97,7 @@ def entropy_threshold(
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
     previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
-    is_start: [B, T]; t counts from the first token of each document.
+    document_starts: [B, T]; t counts from the first token of each document.
 
   Returns [B, T], int32, with no gradient.
 
@@ -107,7 +107,7 @@ def entropy_threshold(
   """
   theta_add = check_rule(rule, theta_add)
   theta = checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
-  entropies, is_start = _check(entropies, is_start)
+  entropies, document_starts = _check(entropies, document_starts)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   if previous is None:
     rows = h_bt.shape[0]
@@ -119,8 +119,8 @@ def entropy_threshold(
     for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
   )
   before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
-  if is_start is not None:
-    before_bt = jnp.where(is_start != 0, -jnp.inf, before_bt)
+  if document_starts is not None:
+    before_bt = jnp.where(document_starts != 0, -jnp.inf, before_bt)
   if rule == "global":
     return (h_bt > theta).astype(jnp.int32)
   if rule == "monotonic":
@@ -130,8 +130,8 @@ def entropy_threshold(
   place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   taken_b1 = boundary[:, None].astype(jnp.int32)
   refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
-  if is_start is not None:
-    refused_bt = jnp.where(is_start != 0, jnp.maximum(refused_bt, place_t - 1), refused_bt)
+  if document_starts is not None:
+    refused_bt = jnp.where(document_starts != 0, jnp.maximum(refused_bt, place_t - 1), refused_bt)
   last_bt = lax.cummax(refused_bt, axis=1)
   return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
 
@@ -196,7 +196,7 @@ def check_rule(rule: str, theta_add: float = 0.0) -> float:
   return theta_add
 
 
-def _check(entropies, is_start):
+def _check(entropies, document_starts):
   return checks.arrays(
-    entropies=(entropies, "B T"), is_start=(is_start, "B T | None", checks.STARTS)
+    entropies=(entropies, "B T"), document_starts=(document_starts, "B T | None", checks.STARTS)
   )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.ops import checks
-from dpjax.ops.platforms import vary_alike
+from dpjax.ops.platforms import pvary_like
 from dpjax.ops.products import sum_dtype
 
 
@@ -37,7 +37,7 @@ def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> j
 
 def _check(inputs, scale, bias):
   arrays = dict(inputs=(inputs, "... D>=1"), scale=(scale, "D"), bias=(bias, "D | None"))
-  return vary_alike(checks.arrays(**arrays))
+  return pvary_like(checks.arrays(**arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -46,7 +46,7 @@ def _place(x: jax.Array, *axes: str) -> jax.Array:
   return lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*axes))
 
 
-def vary_alike(arrays: Any) -> Any:
+def pvary_like(arrays: Any) -> Any:
   """Within `jax.shard_map`, the arrays as varying over the devices over which one of them does.
 
   Where a `jax.custom_vjp` takes them, JAX then sums the gradients of those that devices share.

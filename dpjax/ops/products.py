@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from dpjax.ops import checks
 from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, divide_rows, vary_alike
+from dpjax.ops.platforms import by_platform, divide_rows, pvary_like
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
@@ -65,7 +65,7 @@ def as_factor(x: jax.Array) -> jax.Array:
 @automatic_axes
 def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
   """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
-  x, y = vary_alike((x, y))
+  x, y = pvary_like((x, y))
   with checks.reverse_mode("dtype: expected float32"):
     return _low_product(spec, dtype, x.dtype, x, y)
 

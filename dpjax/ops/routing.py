@@ -32,7 +32,7 @@ def route(
   *,
   previous: jax.Array | None = None,
   num_before: jax.Array | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """The probability of a boundary at each token, and the boundaries (the routing module).
 
@@ -45,17 +45,17 @@ def route(
     key_kernel: W_k, [D, E], for the token's own vector.
     previous: [B, D], the vector before each row's first, to continue rows; None for zeros.
     num_before: [B], integers, the number of earlier tokens in each row; None means 0.
-    is_start: [B, T], 1 at the first token of each document, where p is 1, too, else 0.
+    document_starts: [B, T], 1 at the first token of each document, where p is 1, too, else 0.
 
   Returns p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
   """
-  hidden, query_kernel, key_kernel, previous, num_before, is_start = checks.arrays(
+  hidden, query_kernel, key_kernel, previous, num_before, document_starts = checks.arrays(
     hidden=(hidden, "B T>=1 D"),
     query_kernel=(query_kernel, "D E"),
     key_kernel=(key_kernel, "D E"),
     previous=(previous, "B D | None"),
     num_before=(num_before, "B | None", checks.INTEGERS),
-    is_start=(is_start, "B T | None", checks.STARTS),
+    document_starts=(document_starts, "B T | None", checks.STARTS),
   )
   if previous is None:
     previous = jnp.zeros_like(hidden[:, 0])
@@ -65,8 +65,8 @@ def route(
   is_first = jnp.arange(hidden.shape[1])[None] == 0
   if num_before is not None:
     is_first &= num_before[:, None] == 0
-  if is_start is not None:
-    is_first |= is_start.astype(bool)
+  if document_starts is not None:
+    is_first |= document_starts.astype(bool)
   probabilities = jnp.where(is_first, 1, probabilities)
   return probabilities, (probabilities > 0.5).astype(jnp.int32)
 
@@ -76,7 +76,7 @@ def smooth_segments(
   probabilities: jax.Array,
   *,
   previous: jax.Array | None = None,
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Smooths segments, weighted by the probabilities of their boundaries (the smoothing module).
 
@@ -87,21 +87,21 @@ def smooth_segments(
     segments: z, [B, S, D], floats.
     probabilities: p, [B, S], of the boundaries that end them.
     previous: e_{-1}, [B, D], to continue rows; None for zeros.
-    is_start: [B, S], 1 at the first segment of each document, where e_{m-1} is 0, else 0.
+    document_starts: [B, S], 1 at the first segment of each document, where e_{m-1} is 0, else 0.
 
   Returns e, [B, S, D], in the dtype of `segments`, computed in at least float32.
   """
-  segments, probabilities, previous, is_start = checks.arrays(
+  segments, probabilities, previous, document_starts = checks.arrays(
     segments=(segments, "B S>=1 D"),
     probabilities=(probabilities, "B S"),
     previous=(previous, "B D | None"),
-    is_start=(is_start, "B S | None", checks.STARTS),
+    document_starts=(document_starts, "B S | None", checks.STARTS),
   )
   dtype = sum_dtype(segments, probabilities)
   q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
   added, kept = q * segments.astype(dtype), 1 - q
-  if is_start is not None:
-    kept = jnp.where(is_start.astype(bool)[..., None], 0, kept)
+  if document_starts is not None:
+    kept = jnp.where(document_starts.astype(bool)[..., None], 0, kept)
   if previous is not None:
     added = added.at[:, 0].add(kept[:, 0] * previous.astype(dtype))
   kept = jnp.broadcast_to(kept, added.shape)

@@ -9,11 +9,11 @@ neither on the number of places nor on the other rows.
     upsample_segments  [B, T, D]   the vector of the last closed segment
 
 No future leaks: a token that closes a segment sees it; other tokens see the segment before, or
-the null group. An open segment at the end of a row is never used. Documents (`is_start`, 1 at the
-first token of each) have null groups of their own, and their last segments end with them:
+the null group. An open segment at the end of a row is never used. Documents (`document_starts`, 1
+at the first token of each) have null groups of their own, and their last segments end with them:
 
     h           a  b  c  d  e  f
-    is_start      1  0  0  1  0  0
+    document_starts      1  0  0  1  0  0
     boundaries  0  1  0  0  0  1
     places      null, ab, null, def
     read        0  1  1  2  2  3
@@ -68,7 +68,7 @@ def pool_segments(
   capacity: int,
   *,
   method: str = "mean",
-  is_start: ArrayLike | None = None,
+  document_starts: ArrayLike | None = None,
 ) -> jax.Array:
   """Pools every segment to one vector: the mean of its tokens, or its last token.
 
@@ -93,8 +93,8 @@ def pool_segments(
     boundaries: [B, T], zeros and ones: 1 where a segment ends.
     capacity: the number of places for segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
-    is_start: [B, T]; each document but the first then has a place before its segments, for the
-      caller's null group (`segment_starts`, one place further). None: a row is one document.
+    document_starts: [B, T]; each document but the first then has a place before its segments, for
+      the caller's null group (`segment_starts`, one place further). None: a row is one document.
 
   Returns [B, capacity, D], in the dtype of `inputs`.
 
@@ -105,13 +105,13 @@ def pool_segments(
   )
   capacity = checks.integer("capacity", capacity, 0)
   checks.choice("method", method, METHODS)
-  if is_start is not None:
-    is_start = check_starts(is_start, inputs.shape[:2])
+  if document_starts is not None:
+    document_starts = check_starts(document_starts, inputs.shape[:2])
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
-    return _mean_by_boundaries(inputs, boundaries, is_start, capacity)
-  ids_bt = _ids(boundaries, is_start)
+    return _mean_by_boundaries(inputs, boundaries, document_starts, capacity)
+  ids_bt = _ids(boundaries, document_starts)
   if method == "mean":
     return _mean(inputs, ids_bt, capacity)[0].astype(inputs.dtype)
   # All terms but one are zero, so the sum is exact in any dtype.
@@ -121,7 +121,7 @@ def pool_segments(
 
 @automatic_axes
 def upsample_segments(
-  segments: jax.Array, boundaries: ArrayLike, *, is_start: ArrayLike | None = None
+  segments: jax.Array, boundaries: ArrayLike, *, document_starts: ArrayLike | None = None
 ) -> jax.Array:
   """Gives every token the vector of the last closed segment.
 
@@ -138,16 +138,16 @@ def upsample_segments(
   Args:
     segments: [B, S, D], floats: null group and segments in order, of each document in turn.
     boundaries: see `pool_segments`.
-    is_start: see `pool_segments`.
+    document_starts: see `pool_segments`.
 
   Returns [B, T, D], in the dtype of `segments`.
   """
   segments, boundaries = checks.arrays(
     segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
   )
-  if is_start is not None:
-    is_start = check_starts(is_start, boundaries.shape)
-  index_bt = _ids(boundaries, is_start) + boundaries.astype(jnp.int32)
+  if document_starts is not None:
+    document_starts = check_starts(document_starts, boundaries.shape)
+  index_bt = _ids(boundaries, document_starts) + boundaries.astype(jnp.int32)
   if index_bt.size and checks.is_known(index_bt):
     last = int(np.asarray(index_bt).max())
     if last >= segments.shape[1]:
@@ -166,7 +166,7 @@ def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def segment_starts(
-  boundaries: ArrayLike, is_start: ArrayLike, capacity: int, *, has_null_group: bool = True
+  boundaries: ArrayLike, document_starts: ArrayLike, capacity: int, *, has_null_group: bool = True
 ) -> jax.Array:
   """The starts of documents among the places of segments, [B, capacity], int32, 0 or 1.
 
@@ -174,22 +174,23 @@ def segment_starts(
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
   """
-  boundaries, is_start = checks.arrays(
-    boundaries=(boundaries, "B T", checks.ONES), is_start=(is_start, "B T", checks.STARTS)
+  boundaries, document_starts = checks.arrays(
+    boundaries=(boundaries, "B T", checks.ONES),
+    document_starts=(document_starts, "B T", checks.STARTS),
   )
   checks.integer("capacity", capacity, 0)
-  starts_bt = is_start.astype(jnp.int32)
+  starts_bt = document_starts.astype(jnp.int32)
   ids_bt = _ids(boundaries, starts_bt if has_null_group else None)
   return sum_of_segments(starts_bt, ids_bt, capacity)
 
 
-def _ids(boundaries, is_start=None):
-  """The place of each token's segment; with `is_start`, null groups have places too."""
+def _ids(boundaries, document_starts=None):
+  """The place of each token's segment; with `document_starts`, null groups have places too."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
-  if is_start is None:
+  if document_starts is None:
     return ids_bt
-  return ids_bt + jnp.cumsum(is_start, axis=1, dtype=jnp.int32) - 1
+  return ids_bt + jnp.cumsum(document_starts, axis=1, dtype=jnp.int32) - 1
 
 
 def sum_of_segments(values, ids, capacity):
@@ -216,19 +217,19 @@ def _mean(inputs, ids, capacity):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mean_by_boundaries(inputs, boundaries, is_start, capacity):
-  return _mean(inputs, _ids(boundaries, is_start), capacity)[0].astype(inputs.dtype)
+def _mean_by_boundaries(inputs, boundaries, document_starts, capacity):
+  return _mean(inputs, _ids(boundaries, document_starts), capacity)[0].astype(inputs.dtype)
 
 
-def _mean_forward(inputs, boundaries, is_start, capacity):
-  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries, is_start), capacity)
-  return means_bsd.astype(inputs.dtype), (inputs, boundaries, is_start, means_bsd, sizes_bs1)
+def _mean_forward(inputs, boundaries, document_starts, capacity):
+  means_bsd, sizes_bs1 = _mean(inputs, _ids(boundaries, document_starts), capacity)
+  return means_bsd.astype(inputs.dtype), (inputs, boundaries, document_starts, means_bsd, sizes_bs1)
 
 
 def _mean_backward(capacity, kept, by_means):
   del capacity
-  inputs, boundaries, is_start, means_bsd, sizes_bs1 = kept
-  ids_bt = _ids(boundaries, is_start)
+  inputs, boundaries, document_starts, means_bsd, sizes_bs1 = kept
+  ids_bt = _ids(boundaries, document_starts)
   by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
   by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
   # Deviations before sums: what all tokens have in common must not cost digits.
@@ -236,10 +237,10 @@ def _mean_backward(capacity, kept, by_means):
   by_weights_bt = jnp.sum(deviations_btd * by_inputs_btd, axis=2)
   # A boundary moves the weights of the tokens after it, in its document.
   later_bt = jnp.pad(by_weights_bt, ((0, 0), (0, 1)))[:, 1:]
-  if is_start is None:
+  if document_starts is None:
     by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
   else:
-    goes_on_bt = jnp.pad(is_start == 0, ((0, 0), (0, 1)))[:, 1:]
+    goes_on_bt = jnp.pad(document_starts == 0, ((0, 0), (0, 1)))[:, 1:]
     by_boundaries_bt = _sum_to_end(later_bt, goes_on_bt)
   return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype), None
 

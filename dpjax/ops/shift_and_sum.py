@@ -22,7 +22,7 @@ from dpjax.ops.platforms import (
   has_triton,
   is_symbolic,
   num_devices,
-  vary_alike,
+  pvary_like,
 )
 from dpjax.ops.products import sum_dtype
 
@@ -43,7 +43,7 @@ def shift_and_sum(
   gates: jax.Array,
   *,
   level_keep: jax.Array | None = None,
-  is_start: jax.Array | None = None,
+  document_starts: jax.Array | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """Adds to every position a gated sum over the positions before it.
@@ -73,8 +73,8 @@ def shift_and_sum(
     gates: [B, T, H, K], floats without unit; the paper's are in (0, 1).
     level_keep: [K] booleans: a level with False is skipped, without rescaling (Dispatcher
       dropout, Sec. 2.1). None keeps all.
-    is_start: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
-      t - 2**k lies before the document. None means that each row is one document.
+    document_starts: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0
+      if t - 2**k lies before the document. None means that each row is one document.
     implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, and on a TPU (one,
       or those of a run) if T fits, except within `jax.shard_map` and with a symbolic batch;
       "recompute" elsewhere.
@@ -91,19 +91,19 @@ def shift_and_sum(
     level_keep=(level_keep, "K | None", checks.BOOLEANS),
   )
   checks.choice("implementation", implementation, SHIFT_AND_SUM, or_none=True)
-  if is_start is not None:
-    is_start = check_starts(is_start, values.shape[:2])
+  if document_starts is not None:
+    document_starts = check_starts(document_starts, values.shape[:2])
   if 0 in (values.size, gates.shape[3]) or values.shape[1] == 1:
     return values
   levels = min(gates.shape[3], num_levels(values.shape[1]))
   gates = gates[..., :levels]
-  if is_start is not None:
+  if document_starts is not None:
     shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
-    is_within_btk = document_places(is_start)[..., None] >= shifts_k[None, None]
+    is_within_btk = document_places(document_starts)[..., None] >= shifts_k[None, None]
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]
-  values, gates = vary_alike((values, gates))
+  values, gates = pvary_like((values, gates))
   run = _run_default if implementation is None else SHIFT_AND_SUM[implementation]
   with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
     return run(values, gates, level_keep)

@@ -13,7 +13,7 @@ from dpjax.ops.products import sum_dtype
 
 @automatic_axes
 def short_convolution(
-  inputs: jax.Array, taps: jax.Array, *, is_start: jax.Array | None = None
+  inputs: jax.Array, taps: jax.Array, *, document_starts: jax.Array | None = None
 ) -> jax.Array:
   """Adds to each input the ones before it, times the taps.
 
@@ -25,7 +25,7 @@ def short_convolution(
   Args:
     inputs: [B, T, D], floats.
     taps: [k, D], floats.
-    is_start: [B, T], 1 at the first token of each document, else 0: zeros stand before each
+    document_starts: [B, T], 1 at the first token of each document, else 0: zeros stand before each
       document. None means that each row is one document.
 
   Returns:
@@ -37,8 +37,8 @@ def short_convolution(
   inputs, taps = checks.arrays(inputs=(inputs, "B T D"), taps=(taps, "k>=1 D"))
   length, dtype = inputs.shape[1], sum_dtype(inputs, taps)
   place_bt = None
-  if is_start is not None:
-    place_bt = document_places(check_starts(is_start, inputs.shape[:2]))
+  if document_starts is not None:
+    place_bt = document_places(check_starts(document_starts, inputs.shape[:2]))
   x_btd, y_btd = inputs.astype(dtype), jnp.zeros(inputs.shape, dtype)
   for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
     past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]

@@ -142,7 +142,7 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
 
   @jax.jit
   def predict(params, tokens_bt):
-    output = model.apply({"params": params}, tokens_bt, **is_start(tokens_bt, mixer))
+    output = model.apply({"params": params}, tokens_bt, **document_starts(tokens_bt, mixer))
     return output.logits.argmax(-1)
 
   def train(task: str, seed: int) -> dict[str, Any]:
@@ -154,7 +154,11 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
 
     for step in range(settings.num_steps):
       drawn = draw(settings.length, tasks.TRAINING, step)
-      batch = {"tokens": drawn.tokens, "targets": drawn.targets, **is_start(drawn.tokens, mixer)}
+      batch = {
+        "tokens": drawn.tokens,
+        "targets": drawn.targets,
+        **document_starts(drawn.tokens, mixer),
+      }
       batch["weights"] = (drawn.distances > 0).astype(np.float32)
       state, measured = update(state, batch)
       costs.append(float(measured["loss"]))  # many updates under way can stall XLA's CPUs
@@ -177,11 +181,11 @@ def score(predict: Callable, batches: Iterable[tasks.Examples], reach: int) -> l
   return [float(x.mean()) if x.size else None for x in map(np.concatenate, (near, far))]
 
 
-def is_start(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
+def document_starts(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
   """Marks each row as a document, so that an Extractor takes one longer than its `max_length`."""
   marks_bt = np.zeros(tokens_bt.shape, np.int32)
   marks_bt[:, 0] = 1
-  return {"is_start": marks_bt} if mixer in EXTRACTORS else {}
+  return {"document_starts": marks_bt} if mixer in EXTRACTORS else {}
 
 
 def summarise(settings: Settings, models: Iterable[Mapping]) -> list[dict[str, Any]]:

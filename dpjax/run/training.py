@@ -197,7 +197,7 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
   if config.data.documents == "isolated":
     try:
       mixer.check_takes_starts(run.model)
-      jax.eval_shape(init, is_start=ids + 1)
+      jax.eval_shape(init, document_starts=ids + 1)
     except UserError as error:
       raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
   return shapes

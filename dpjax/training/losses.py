@@ -11,7 +11,7 @@ from jax import lax
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.platforms import by_platform, num_devices, replicate, vary_alike
+from dpjax.ops.platforms import by_platform, num_devices, pvary_like, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 
@@ -116,7 +116,7 @@ def output_nats(
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
   hidden = jnp.where((weights == 0)[..., None], 0, hidden)  # It may be nan there.
-  hidden, kernel, bias = vary_alike((hidden, *replicate((kernel, bias))))
+  hidden, kernel, bias = pvary_like((hidden, *replicate((kernel, bias))))
   return _output_nats(hidden, kernel, bias, targets, weights)
 
 
@@ -263,8 +263,11 @@ class Objective:
         f"{len(self.boundaries)}"
       )
     kind, *within = self.boundaries
-    boundaries, is_start = output.boundaries.astype(jnp.float32), batch.get("is_start")
-    sums |= _count_segments(boundaries, weights, is_start, kind.has_null_group)
+    boundaries, document_starts = (
+      output.boundaries.astype(jnp.float32),
+      batch.get("document_starts"),
+    )
+    sums |= _count_segments(boundaries, weights, document_starts, kind.has_null_group)
     if scores_starts:
       sums["start_nats"] = nats_of(weights * boundaries)
     whole = counts or sums
@@ -280,9 +283,9 @@ class Objective:
     for number, inner in enumerate(within, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if kind.has_null_group:
-        segments_b += _null_groups(is_start, is_real)
+        segments_b += _null_groups(document_starts, is_real)
       kind, stage = inner, stages[number - 1]
-      is_start, boundaries = stage.is_start, stage.boundaries.astype(jnp.float32)
+      document_starts, boundaries = stage.document_starts, stage.boundaries.astype(jnp.float32)
       places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (places < segments_b[:, None]).astype(jnp.float32)
       sums[f"segments_in_{number}"] = jnp.sum(is_real)
@@ -290,7 +293,7 @@ class Objective:
       num_segments = whole[f"segments_in_{number}"]
       share = _share(whole[f"boundaries_{number}"], num_segments)
       segments = {"weights": is_real, "boundary_share": share}
-      segments |= {} if is_start is None else {"is_start": is_start}
+      segments |= {} if document_starts is None else {"document_starts": document_starts}
       segments |= {"update": batch["update"]} if "update" in batch else {}
       inner_nats, _ = kind.loss(stage, segments)
       sums |= _count_drawn(kind, stage, is_real, f"_{number}")
@@ -306,11 +309,15 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
   }
 
 
-def _count_segments(boundaries, weights, is_start, has_null_group: bool) -> dict[str, jax.Array]:
+def _count_segments(
+  boundaries, weights, document_starts, has_null_group: bool
+) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   segments_b = places_b = jnp.sum(boundaries * is_real, axis=1)
   if has_null_group:
-    places_b = segments_b + (1.0 if is_start is None else _null_groups(is_start, is_real))
+    places_b = segments_b + (
+      1.0 if document_starts is None else _null_groups(document_starts, is_real)
+    )
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
@@ -335,11 +342,11 @@ def _share(boundaries, count) -> jax.Array:
   return lax.stop_gradient(boundaries) / jnp.where(count == 0, 1, count)
 
 
-def _null_groups(is_start, is_real) -> jax.Array:
+def _null_groups(document_starts, is_real) -> jax.Array:
   """[B], the number of documents with real tokens."""
-  if is_start is None:
+  if document_starts is None:
     return is_real[:, 0]
-  return jnp.sum(is_start.astype(is_real.dtype) * is_real, axis=1)
+  return jnp.sum(document_starts.astype(is_real.dtype) * is_real, axis=1)
 
 
 def _is_real(weights) -> jax.Array:

@@ -87,7 +87,7 @@ def train_step(
     accumulate_steps: A, a divisor of B.
     state: the state before the update.
     batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
-      rows of several documents also "is_start", [B, T], 1 at the first token of each.
+      rows of several documents also "document_starts", [B, T], 1 at the first token of each.
     objective: the loss to minimise.
     capacity: see `dpjax.models.hourglass.Hourglass`; None if the data do not determine it.
     ema_decay: the decay of the state's average, if it has one; see `add_to_average`.
@@ -172,7 +172,7 @@ def _apply(
   """The model's output for a batch; other models need not know capacities and documents."""
   known: dict[str, Any] = dict(deterministic=deterministic, rngs={"dropout": key})
   known |= {} if capacity is None else {"capacity": capacity}
-  known |= {"is_start": batch["is_start"]} if "is_start" in batch else {}
+  known |= {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
   return model.apply({"params": params}, batch["tokens"], **known)
 
 

@@ -185,8 +185,8 @@ def test_boundaries_rows_of_a_host_and_mapped_files(tmp_path, kind):
     for rows in (slice(0, 2), slice(2, 6), slice(5, 6)):
       part = {name: array[rows] for name, array in batch.items()}
       np.testing.assert_equal(batches.batch(index, rows), part)
-    assert ("is_start" in batch) == (kind != "windows")
-    batch = {name: batch[name] for name in batch if name != "is_start"}
+    assert ("document_starts" in batch) == (kind != "windows")
+    batch = {name: batch[name] for name in batch if name != "document_starts"}
     check({name: batch[name] for name in DTYPES}, (6, 5))
     np.testing.assert_array_equal(batch["boundaries"], by_token[batch["tokens"]])
     found = batch.pop("boundaries")
@@ -205,14 +205,14 @@ def test_documents_of_training(kind, begins):
   assert joined.steps_per_epoch == isolated.steps_per_epoch
   for step in range(3 * joined.steps_per_epoch):
     before, batch = joined.batch(step), isolated.batch(step)
-    assert [*batch] == [*before, "is_start"] and batch["is_start"].dtype == np.int32
+    assert [*batch] == [*before, "document_starts"] and batch["document_starts"].dtype == np.int32
     # What is predicted, and what counts, is the same.
     np.testing.assert_array_equal(batch["targets"], before["targets"])
     np.testing.assert_array_equal(batch["weights"], before["weights"])
     place = batch["targets"] - 20
     is_first = np.isin(place, begins) | (kind == "shuffled") & (place >= 0) & (place % 11 == 0)
-    np.testing.assert_array_equal(batch["is_start"][:, 1:], is_first[:, 1:])
-    assert (batch["is_start"][:, 0] == 1).all()
+    np.testing.assert_array_equal(batch["document_starts"][:, 1:], is_first[:, 1:])
+    assert (batch["document_starts"][:, 0] == 1).all()
     np.testing.assert_array_equal(batch["tokens"], np.where(is_first, 5, before["tokens"]))
     expected = np.where(is_first, 2, before["boundaries"])
     np.testing.assert_array_equal(batch["boundaries"], expected)

@@ -140,7 +140,7 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
   for index in range(len(batches)):
     batch = batches.batch(index)
     assert batch["tokens"].shape == (batch_size, window)
-    assert (batch["is_start"][:, 0] == 1).all()
+    assert (batch["document_starts"][:, 0] == 1).all()
     part = batches.batch(index, slice(1, batch_size))
     for b in range(batch_size):
       row = {name: rows[b] for name, rows in batch.items()}
@@ -150,8 +150,8 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
       size = int(real.sum())
       assert real[:size].all()  # what is filled up lies behind
       assert (row["tokens"][size:] == PAD).all() and not row["weights"][size:].any()
-      assert not row["is_start"][max(1, size) :].any()
-      begins = np.flatnonzero(row["is_start"][:size])
+      assert not row["document_starts"][max(1, size) :].any()
+      begins = np.flatnonzero(row["document_starts"][:size])
       if not size:
         continue
       # The first window of this row had no room in the row before.

@@ -77,7 +77,7 @@ def test_documents_and_boundaries():
   starts = DocumentStarts(begins, start_id=999, start_boundary=1)
   batches = make(documents=starts, boundaries=(STREAM % 3 == 0).astype(np.uint8))
   batch = batches.batch(4)
-  inner = batch["is_start"][:, 1:] == 1
+  inner = batch["document_starts"][:, 1:] == 1
   assert (batch["tokens"][:, 1:][inner] == 999).all()
   others = batch["tokens"] != 999
   np.testing.assert_array_equal(batch["boundaries"][others], batch["tokens"][others] % 3 == 0)

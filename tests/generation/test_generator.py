@@ -251,8 +251,8 @@ def draw_case(maker, rng) -> dict:
   if rng.integers(4) == 0:
     sizes, count = sizes[:1], 3
   longest = WINDOW + 1 - max(1, *sizes)
-  is_endless = beyond == "slide" or (beyond == "continue" and kind.mixer.name != "attention")
-  length = int(rng.integers(1, 2 * WINDOW + 4 if is_endless else longest + 1))
+  is_unbounded = beyond == "slide" or (beyond == "continue" and kind.mixer.name != "attention")
+  length = int(rng.integers(1, 2 * WINDOW + 4 if is_unbounded else longest + 1))
   prompts = ["".join(rng.choice(list(LETTERS), size)) for size in sizes]
   return dict(
     prompts=prompts,

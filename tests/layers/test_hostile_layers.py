@@ -17,12 +17,12 @@ STARTS = STARTS[[0, 0]]
 HEADS = dict(num_heads=3, max_length=9)
 # The fields of every layer, besides those that it has by default, and its inputs.
 LAYERS = [
-  (layers.Dispatcher, HEADS | dict(num_levels=2), dict(inputs=X, is_start=STARTS)),
+  (layers.Dispatcher, HEADS | dict(num_levels=2), dict(inputs=X, document_starts=STARTS)),
   (layers.MultiHeadDispatcher, HEADS, dict(inputs=X)),
-  (layers.SelfAttention, HEADS | dict(rotary_base=5.0), dict(inputs=X, is_start=STARTS)),
-  (layers.RelativeAttention, HEADS, dict(inputs=X, is_start=STARTS)),
+  (layers.SelfAttention, HEADS | dict(rotary_base=5.0), dict(inputs=X, document_starts=STARTS)),
+  (layers.RelativeAttention, HEADS, dict(inputs=X, document_starts=STARTS)),
   (layers.LocalAttention, HEADS, dict(inputs=X)),
-  (layers.ShortConvolution, dict(max_length=9), dict(inputs=X, is_start=STARTS)),
+  (layers.ShortConvolution, dict(max_length=9), dict(inputs=X, document_starts=STARTS)),
   *((getattr(layers, x), dict(max_length=9), dict(inputs=X)) for x in ("ME", "WE", "HE", "SHE")),
   (layers.FeedForward, dict(hidden_width=5, out_width=4), dict(inputs=X)),
   (
@@ -36,14 +36,14 @@ LAYERS = [
     dict(vocab_size=5, width=6, max_length=9),
     dict(tokens=TOKENS, num_before=np.array([4, 0])),
   ),
-  (layers.Fixed, dict(offset=0), dict(hidden=X, tokens=TOKENS, is_start=STARTS)),
+  (layers.Fixed, dict(offset=0), dict(hidden=X, tokens=TOKENS, document_starts=STARTS)),
   (layers.Whitespace, dict(space_ids=(0, 3)), dict(hidden=X, tokens=TOKENS)),
   (layers.SpaceByte, dict(space_ids=(0, 3), end_ids=(3,)), dict(hidden=X, tokens=TOKENS)),
   *(
     (kind, dict(predictor_width=5), dict(hidden=X, tokens=TOKENS))
     for kind in (layers.Unigram, layers.EntropySpikes, layers.Gumbel, layers.FlexiTokens)
   ),
-  (layers.Routing, dict(width=6), dict(hidden=X, tokens=TOKENS, is_start=STARTS)),
+  (layers.Routing, dict(width=6), dict(hidden=X, tokens=TOKENS, document_starts=STARTS)),
 ]
 # Fields that are no settings of the layer itself, and inputs that it does not read.
 FREE = ("parent", "name", "make_mixer", "file", "rate_schedule", "space_ids of Gumbel")
@@ -91,7 +91,7 @@ def test_a_layer_names_what_is_wrong(layer, fields, inputs):
     for name in inputs
     if name not in UNREAD and f"{name} of {layer.__name__}" not in UNREAD
     for _, value in NOTHING
-    if value is not None or name not in ("is_start", "num_before")
+    if value is not None or name not in ("document_starts", "num_before")
   ]
   complaints = []
   for name, value, *arguments in changed:

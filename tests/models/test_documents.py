@@ -108,7 +108,7 @@ def test_documents_are_as_alone(case):
   @jax.jit
   def run(params, batch, noise):
     def total(params):
-      given = {"is_start": batch["is_start"]} if "is_start" in batch else {}
+      given = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
       given |= {"boundary_noise": noise} if is_noisy else {}
       output = model.apply({"params": params}, batch["tokens"], **given)
       sums = objective.sums(output, batch)
@@ -116,7 +116,7 @@ def test_documents_are_as_alone(case):
 
     return jax.value_and_grad(total, has_aux=True)(params)
 
-  (loss, (logits, sums)), grads = run(params, BATCH_OF | {"is_start": STARTS}, NOISE)
+  (loss, (logits, sums)), grads = run(params, BATCH_OF | {"document_starts": STARTS}, NOISE)
   alone = {name: split(x) for name, x in BATCH_OF.items()}
   (expected, (rows, of_rows)), by_rows = run(params, alone, split(NOISE, 0.5))
   np.testing.assert_allclose(logits, join(np.asarray(rows)), rtol=1e-5, atol=1e-5)
@@ -132,11 +132,11 @@ def test_documents_are_as_alone(case):
 def test_refusals():
   model = dpjax.build_model(CASES["dispatcher"]())
   params = helpers.draw_params(model, 3, 1 / 2)
-  for is_start, message, given in (
+  for document_starts, message, given in (
     (STARTS[:, 1:], r"expected .* = \(2, 23\), got int32 \(2, 22\)", {}),
     (2 * STARTS, "expected integers 0 or 1, got 2", {}),
     (np.roll(STARTS, 1, axis=1), "expected every row to begin with 1, got 0 in row 0", {}),
     (STARTS, "expected none with a cache, got some", dict(cache=model.init_cache(BATCH))),
   ):
-    with pytest.raises(ValueError, match=f"^is_start: {message}"):
-      model.apply({"params": params}, TOKENS, is_start=is_start, **given)
+    with pytest.raises(ValueError, match=f"^document_starts: {message}"):
+      model.apply({"params": params}, TOKENS, document_starts=document_starts, **given)

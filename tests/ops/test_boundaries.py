@@ -291,12 +291,14 @@ def test_rates_outside_of_two_bounds_cost_how_far_they_are():
   np.testing.assert_allclose(gradient, slopes, **ROUNDING)
   assert [*np.sign(slopes.sum(axis=1))] == [-1, 0, 1, 1, 0] and expected[1] == 0
   # Documents of a row: the mean of each alone, by their tokens.
-  is_start = np.eye(7, dtype=np.int32)[[0] * 5] + np.eye(7, dtype=np.int32)[[3] * 5]
+  document_starts = np.eye(7, dtype=np.int32)[[0] * 5] + np.eye(7, dtype=np.int32)[[3] * 5]
   alone = [
     reference.rate_bounds(np.asarray(rates)[:, part], **bounds, weights=np.ones((5, n)))[0] * n
     for part, n in ((slice(3), 3), (slice(3, 7), 4))
   ]
-  packed = jax.jit(lambda b: rate_bounds_loss(b, **bounds, is_start=is_start))(np.float32(rates))
+  packed = jax.jit(lambda b: rate_bounds_loss(b, **bounds, document_starts=document_starts))(
+    np.float32(rates)
+  )
   np.testing.assert_allclose(packed, sum(alone) / 7, **ROUNDING)
 
 

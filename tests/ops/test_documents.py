@@ -29,7 +29,7 @@ def draw(*shape, seed=0):
 
 def check(operator, of_tokens, shared=()):
   """Packed = alone, values and gradients; and no bit depends on another document."""
-  shape = jax.eval_shape(partial(operator, is_start=STARTS), *of_tokens, *shared).shape
+  shape = jax.eval_shape(partial(operator, document_starts=STARTS), *of_tokens, *shared).shape
   weights = draw(*shape, seed=7)
 
   def with_gradients(mix):
@@ -40,7 +40,7 @@ def check(operator, of_tokens, shared=()):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
   def packed(of_tokens, shared):
-    return operator(*of_tokens, *shared, is_start=STARTS)
+    return operator(*of_tokens, *shared, document_starts=STARTS)
 
   def alone(of_tokens, shared):
     # A row for each document, filled up behind it.
@@ -109,9 +109,9 @@ def test_tiles_of_documents_that_do_not_meet_are_skipped(operator):
   if operator is ops.relative_attention:
     shared = draw(64, HEADS, FEATURES), *(draw(HEADS, FEATURES, seed=s) for s in (4, 5))
   arrays[2] = arrays[2].at[:, :32].set(jnp.nan)
-  is_start = np.zeros((1, 64), np.int32)
-  is_start[0, [0, 32, 40]] = 1
-  output = operator(*arrays, *shared, is_start=is_start, block_size=8)
+  document_starts = np.zeros((1, 64), np.int32)
+  document_starts[0, [0, 32, 40]] = 1
+  output = operator(*arrays, *shared, document_starts=document_starts, block_size=8)
   assert np.isfinite(output[:, 32:]).all() and np.isnan(output[:, :32]).all()
 
 
@@ -136,10 +136,10 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_boundaries_begin_anew(rule):
-  def find(part, **is_start):
-    return jax.jit(lambda: RULES[rule](part, **is_start))()
+  def find(part, **document_starts):
+    return jax.jit(lambda: RULES[rule](part, **document_starts))()
 
-  whole, joined = find(np.s_[:], is_start=STARTS), find(np.s_[:])
+  whole, joined = find(np.s_[:], document_starts=STARTS), find(np.s_[:])
   assert (np.asarray(whole) != np.asarray(joined)).any() or rule == "global"
   for row, part in PARTS:
     alone = find(np.s_[row : row + 1, part])

@@ -37,14 +37,16 @@ CALLS = [
   ("num_levels", dict(max_length=9)),
   (
     "shift_and_sum",
-    dict(**GATES, level_keep=np.ones(K, bool), is_start=STARTS, implementation="loop"),
+    dict(**GATES, level_keep=np.ones(K, bool), document_starts=STARTS, implementation="loop"),
   ),
   ("dispatch_matrix", dict(gates=floats(B, T, H, K), level_keep=np.ones(K, bool))),
   ("init_shift_and_sum_cache", dict(batch=2, num_heads=3, features=4, num_levels=5)),
   ("shift_and_sum_cached", dict(**GATES, cache=ops.init_shift_and_sum_cache(B, H, E, K), **CHUNK)),
   (
     "causal_convolution",
-    dict(inputs=floats(B, T, D), filters=floats(L, D), is_start=STARTS, implementation="fft"),
+    dict(
+      inputs=floats(B, T, D), filters=floats(L, D), document_starts=STARTS, implementation="fft"
+    ),
   ),
   ("causal_convolution", dict(inputs=floats(B, T, D), filters=floats(L, D, E))),
   ("init_convolution_cache", dict(batch=2, num_taps=11, width=8, dtype=jnp.float32)),
@@ -54,14 +56,14 @@ CALLS = [
     "causal_convolution_cached",
     dict(**TAPS, cache=ops.init_online_convolution_cache(B, L, D, block=4)),
   ),
-  ("causal_attention", dict(**HEADS, **DROP, is_start=STARTS, window=3)),
-  ("relative_attention", dict(**HEADS, **DISTANCES, **DROP, is_start=STARTS)),
+  ("causal_attention", dict(**HEADS, **DROP, document_starts=STARTS, window=3)),
+  ("relative_attention", dict(**HEADS, **DISTANCES, **DROP, document_starts=STARTS)),
   ("relative_positions", dict(length=7, width=6)),
   ("init_attention_cache", dict(batch=2, max_length=10, num_heads=3, features=4)),
   ("causal_attention_cached", dict(**HEADS, cache=ATTENTION, **CHUNK)),
   ("relative_attention_cached", dict(**HEADS, **DISTANCES, cache=ATTENTION, **CHUNK)),
   ("local_attention_cached", dict(**HEADS, cache=ATTENTION, rotary_base=10.0, **CHUNK)),
-  ("short_convolution", dict(inputs=floats(B, T, D), taps=floats(3, D), is_start=STARTS)),
+  ("short_convolution", dict(inputs=floats(B, T, D), taps=floats(3, D), document_starts=STARTS)),
   ("init_short_convolution_cache", dict(batch=2, num_taps=3, width=8, dtype=jnp.float32)),
   (
     "short_convolution_cached",
@@ -73,10 +75,12 @@ CALLS = [
   ("segment_ids", dict(boundaries=ENDS)),
   (
     "pool_segments",
-    dict(inputs=floats(B, T, D), boundaries=ENDS, capacity=6, method="mean", is_start=STARTS),
+    dict(
+      inputs=floats(B, T, D), boundaries=ENDS, capacity=6, method="mean", document_starts=STARTS
+    ),
   ),
-  ("upsample_segments", dict(segments=floats(B, S, D), boundaries=ENDS, is_start=STARTS)),
-  ("segment_starts", dict(boundaries=ENDS, is_start=STARTS, capacity=6)),
+  ("upsample_segments", dict(segments=floats(B, S, D), boundaries=ENDS, document_starts=STARTS)),
+  ("segment_starts", dict(boundaries=ENDS, document_starts=STARTS, capacity=6)),
   ("init_segment_cache", dict(batch=2, width=8, dtype=jnp.float32)),
   (
     "pool_segments_cached",
@@ -95,36 +99,52 @@ CALLS = [
   ),
   (
     "fixed_boundaries",
-    dict(shape=(B, T), factor=3, offset=1, num_before=np.array([4, 0]), is_start=STARTS),
+    dict(shape=(B, T), factor=3, offset=1, num_before=np.array([4, 0]), document_starts=STARTS),
   ),
   ("whitespace_boundaries", dict(tokens=ENDS, space_ids=IDS)),
   (
     "spacelike_boundaries",
-    dict(tokens=ENDS, space_ids=IDS, end_ids=IDS, previous=np.ones(B, bool), is_start=STARTS),
+    dict(
+      tokens=ENDS, space_ids=IDS, end_ids=IDS, previous=np.ones(B, bool), document_starts=STARTS
+    ),
   ),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, key=KEY)),
   ("gumbel_sigmoid", dict(logits=floats(B, T), temperature=0.5, noise=floats(B, T))),
-  ("binomial_prior_loss", dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), is_start=STARTS)),
+  (
+    "binomial_prior_loss",
+    dict(boundaries=ENDS, alpha=0.2, weights=floats(B, T), document_starts=STARTS),
+  ),
   (
     "rate_bounds_loss",
-    dict(boundaries=ENDS, highest=0.3, lowest=0.2, weights=floats(B, T), is_start=STARTS),
+    dict(boundaries=ENDS, highest=0.3, lowest=0.2, weights=floats(B, T), document_starts=STARTS),
   ),
   ("conditional_entropy", dict(logits=floats(B, T, V))),
-  ("entropy_spikes", dict(entropies=floats(B, T), left=2, is_start=STARTS)),
+  ("entropy_spikes", dict(entropies=floats(B, T), left=2, document_starts=STARTS)),
   (
     "entropy_threshold",
-    dict(entropies=floats(B, T), previous=(floats(B), np.ones(B, int)), is_start=STARTS, **ENTROPY),
+    dict(
+      entropies=floats(B, T),
+      previous=(floats(B), np.ones(B, int)),
+      document_starts=STARTS,
+      **ENTROPY,
+    ),
   ),
   ("entropy_theta", dict(entropies=floats(B, T), factor=2.0, rule="global", theta_add=0.0)),
-  ("check_starts", dict(is_start=STARTS, shape=(B, T))),
-  ("document_places", dict(is_start=STARTS)),
+  ("check_starts", dict(document_starts=STARTS, shape=(B, T))),
+  ("document_places", dict(document_starts=STARTS)),
   ("dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
   ("relu_dropout", dict(inputs=floats(B, T), rate=0.1, key=KEY)),
-  ("route", dict(**ROUTE, previous=floats(B, D), num_before=np.array([4, 0]), is_start=STARTS)),
+  (
+    "route",
+    dict(**ROUTE, previous=floats(B, D), num_before=np.array([4, 0]), document_starts=STARTS),
+  ),
   (
     "smooth_segments",
     dict(
-      segments=floats(B, T, D), probabilities=floats(B, T), previous=floats(B, D), is_start=STARTS
+      segments=floats(B, T, D),
+      probabilities=floats(B, T),
+      previous=floats(B, D),
+      document_starts=STARTS,
     ),
   ),
   ("straight_through", dict(probabilities=floats(B, T), boundaries=ENDS)),
@@ -136,7 +156,7 @@ CALLS = [
 
 
 # Arguments that are real numbers of any kind, or whose values are 0 and 1.
-NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "is_start")
+NUMBERS, ONES = ("boundaries", "weights"), ("boundaries", "document_starts")
 # What is no error: arguments that are not used, any rank or numbers, and infinite bounds.
 ALLOWED = {
   ("causal_convolution", "filters, rank"),
@@ -271,13 +291,13 @@ def test_the_table_is_complete():
 
 
 def test_checks_add_nothing_to_a_traced_function():
-  def check(x, ends, is_start):
-    x, ends, is_start = checks.arrays(
+  def check(x, ends, document_starts):
+    x, ends, document_starts = checks.arrays(
       x=(x, "B T>=1 D", checks.FLOATS),
       ends=(ends, "B T", checks.ONES),
-      is_start=(is_start, "B T | None", checks.STARTS),
+      document_starts=(document_starts, "B T | None", checks.STARTS),
     )
-    return x, ends, ops.check_starts(is_start, x.shape[:2])
+    return x, ends, ops.check_starts(document_starts, x.shape[:2])
 
   jaxpr = jax.make_jaxpr(check)(floats(B, T, D), ENDS, STARTS)
   assert not jaxpr.eqns and not jaxpr.consts

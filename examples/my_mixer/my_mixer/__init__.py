@@ -63,10 +63,12 @@ class MinGRU(nn.Module):
     deterministic: bool = True,
     cache: jax.Array | None = None,
     lengths: jax.Array | None = None,
-    is_start: jax.Array | None = None,
+    document_starts: jax.Array | None = None,
   ) -> Any:
     """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    mixer.check_input(inputs, max_length=self.max_length, is_start=is_start, cache=cache)
+    mixer.check_input(
+      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
+    )
     batch, length, width = inputs.shape
     gates, values = (
       nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
@@ -80,9 +82,9 @@ class MinGRU(nn.Module):
       is_real_bt = jnp.arange(length)[None] < lengths[:, None]
       z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
     decay_bte = 1 - z_bte
-    if is_start is not None:
+    if document_starts is not None:
       # A document begins with a state of 0.
-      decay_bte = jnp.where(is_start[..., None] > 0, 0, decay_bte)
+      decay_bte = jnp.where(document_starts[..., None] > 0, 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
     h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
     y_btd = nn.Dense(width, dtype=self.dtype, name="out")(h_bte)
