@@ -46,6 +46,13 @@ TRAIN = (
   "--config.train.eval_every_epochs=0",
   "--config.sample.prompt=",
 )
+CHARACTERS = (
+  "--config.data.tokenizer=characters",
+  "--config.data.tokenizer_file=",
+  "--config.data.lower_text=False",
+  "--config.data.lower_pieces=False",
+  "--config.data.restrict_vocabulary=False",
+)
 BFLOAT16 = ("--config.train.products=bfloat16",)
 ISOLATED = ("--config.data.documents=isolated", "--config.data.separator=--")
 TOKENIZERS = {
@@ -105,8 +112,7 @@ def losses(folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
         f"--config={name}",
         *TRAIN,
         f"--config.data.path={text}",
-        "--config.data.tokenizer_file=",
-        "--config.data.tokenizer=characters",
+        *CHARACTERS,
         f"--config.data.data_dir={folder / 'data'}",
         *flags,
         f"--workdir={workdir}",
