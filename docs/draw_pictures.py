@@ -5,6 +5,7 @@ python docs/draw_pictures.py
 They are as wide as a telephone, `WIDTH`, so that their letters can be read on one.
 """
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -148,7 +149,40 @@ def caches() -> Figure:
   return figure
 
 
-PICTURES = [overview, shift_and_sum, transforms, pooling, caches]
+SPEED = {  # the programs of results/step_xeon.json: the fastest of each group counts
+  "attention, PyTorch": ("attention, PyTorch", "C7", "s--"),
+  "attention": ("attention, dpjax", "C7", "o-"),
+  "Dispatcher, PyTorch": ("Dispatcher, PyTorch", "C0", "s--"),
+  "Dispatcher": ("Dispatcher, dpjax", "C0", "o-"),
+}
+
+
+def speed() -> Figure:
+  """The milliseconds of a training step over the length of the row."""
+  text = (FOLDER.parents[1] / "results/step_xeon.json").read_text(encoding="utf-8")
+  cases = json.loads(text)["parts"]["lengths"]["cases"]
+  lengths = [int(case["case"].split()[-1]) for case in cases]
+  figure, axes = plt.subplots(figsize=(WIDTH, 2.6), layout="constrained")
+  for label, (stem, colour, style) in SPEED.items():
+    fastest = [
+      min(
+        row["quiet"]["milliseconds"] for name, row in case["rows"].items() if name.startswith(stem)
+      )
+      for case in cases
+    ]
+    axes.plot(lengths, fastest, style, color=colour, label=label)
+  axes.set(xscale="log", yscale="log")
+  axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+  axes.minorticks_off()
+  axes.set_yticks([125, 250, 500, 1000], ["125", "250", "500", "1,000"])
+  axes.set_xlabel("tokens in the row", fontsize=USUAL)
+  axes.set_ylabel("milliseconds of a training step", fontsize=USUAL)
+  axes.tick_params(labelsize=SMALL)
+  axes.legend(frameon=False, fontsize=SMALL)
+  return figure
+
+
+PICTURES = [overview, speed, shift_and_sum, transforms, pooling, caches]
 
 
 def main() -> None:
