@@ -38,6 +38,7 @@ MIXERS = {
     WEIGHTS | {"width": 12, "reach": 4},
   ),
   "short convolution": (layers.ShortConvolution, {"reach": 3}),
+  "mamba2": (partial(layers.Mamba2, state_width=5, head_width=4), {}),
   "she": (layers.SHE, {}),
   "he": (layers.HE, {}),
   "we": (layers.WE, {}),
@@ -55,6 +56,7 @@ APART = {
   "local attention": ("causality", "chunks"),
   "rotary local attention": ("tokens",),
   "short convolution": ("causality", "chunks", "documents", "gradients"),
+  "mamba2": ("causality", "chunks", "documents", "gradients"),
   "he": ("causality", "bfloat16", "gradients"),
   "me": ("causality", "gradients", "single_position"),
   "he's extraction": ("gradients",),
@@ -93,6 +95,7 @@ BUILT_IN = {
   "relative_attention": partial(RelativeAttention, HEADS),
   "local_attention": partial(LocalAttention, HEADS, window=2),
   "short_convolution": partial(layers.ShortConvolution, num_taps=2),
+  "mamba2": partial(layers.Mamba2, state_width=5, head_width=4),
   **{name: getattr(layers, name.upper()) for name in ("she", "he", "we", "me")},
 }
 LOCAL = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
   from dpjax.layers.learned_boundaries import Routing as Routing
   from dpjax.layers.learned_boundaries import Unigram as Unigram
   from dpjax.layers.local_attention import LocalAttention as LocalAttention
+  from dpjax.layers.mamba2 import Mamba2 as Mamba2
   from dpjax.layers.mixer import Mixer as Mixer
   from dpjax.layers.mixer import check_input as check_input
   from dpjax.layers.short_convolution import ShortConvolution as ShortConvolution

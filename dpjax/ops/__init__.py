@@ -58,6 +58,11 @@ from dpjax.ops.segments import pool_segments_cached as pool_segments_cached
 from dpjax.ops.segments import segment_ids as segment_ids
 from dpjax.ops.segments import segment_starts as segment_starts
 from dpjax.ops.segments import upsample_segments as upsample_segments
+from dpjax.ops.selective_state_space import init_selective_state as init_selective_state
+from dpjax.ops.selective_state_space import selective_state_space as selective_state_space
+from dpjax.ops.selective_state_space import (
+  selective_state_space_cached as selective_state_space_cached,
+)
 from dpjax.ops.shift_and_sum import SHIFT_AND_SUM as SHIFT_AND_SUM
 from dpjax.ops.shift_and_sum import dispatch_matrix as dispatch_matrix
 from dpjax.ops.shift_and_sum import num_levels as num_levels

@@ -1,0 +1,281 @@
+"""The selective state space of Mamba-2, by chunks, and its cached form.
+
+B batch, T position, H head, P feature of a head, G group of R = H / G heads, N feature of the
+state, Q position of a chunk. `a`, `b`, `c` and `dt` are named as in the paper.
+
+Source: Dao and Gu 2024, arXiv:2405.21060.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from dpjax.ops import checks
+from dpjax.ops.documents import check_starts
+from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops.platforms import pvary_like
+from dpjax.ops.products import product, sum_dtype
+
+
+@automatic_axes
+def selective_state_space(
+  inputs: jax.Array,
+  dt: jax.Array,
+  a: jax.Array,
+  b: jax.Array,
+  c: jax.Array,
+  *,
+  document_starts: jax.Array | None = None,
+  chunk_size: int = 64,
+) -> jax.Array:
+  """Runs a linear recurrence whose decay, writing and reading depend on the position.
+
+    s_t = exp(dt_t a) s_{t-1} + dt_t x_t b_t^T          s_{-1} = 0, [P, N] for each head
+    y_t = s_t c_t
+
+  It costs O(T (Q (N + P) + P N)) for each head: products within chunks of Q positions, and a scan
+  that carries the state from chunk to chunk. The gradient recomputes what a chunk holds, so that
+  it keeps the arguments and, while it runs, one state for each chunk.
+
+  Args:
+    inputs: x, [B, T, H, P], floats.
+    dt: [B, T, H], floats of at least 0.
+    a: [H], floats of at most 0.
+    b: [B, T, G, N], floats; G divides H, and head h belongs to the group h G // H.
+    c: [B, T, G, N], floats.
+    document_starts: [B, T], 1 at the first token of each document, else 0: there the state before
+      is 0. None means that each row is one document.
+    chunk_size: Q; it changes the speed, and the result up to rounding.
+
+  Returns:
+    y, [B, T, H, P], in the dtype of `inputs`; states and sums are in float32, or in float64 for
+    such arrays.
+
+  Raises:
+    ValueError: shapes or dtypes do not match.
+  """
+  x, dt, a, b, c = _check(inputs, dt, a, b, c)
+  checks.integer("chunk_size", chunk_size, 1)
+  if document_starts is not None:
+    document_starts = check_starts(document_starts, x.shape[:2])
+  if x.size == 0:
+    return x
+  state = init_selective_state(x.shape[0], *x.shape[2:], b.shape[3], sum_dtype(x, dt, a, b, c))
+  return _run(chunk_size, x, dt, a, b, c, document_starts, state)[0]
+
+
+def init_selective_state(
+  batch: int, num_heads: int, head_width: int, state_width: int, dtype: Any = jnp.float32
+) -> jax.Array:
+  """The state before the first token, [B, H, P, N] zeros."""
+  checks.integers(batch=batch, num_heads=num_heads, head_width=head_width, state_width=state_width)
+  checks.float_dtype(dtype)
+  return jnp.zeros((batch, num_heads, head_width, state_width), dtype)
+
+
+@automatic_axes
+def selective_state_space_cached(
+  inputs: jax.Array,
+  dt: jax.Array,
+  a: jax.Array,
+  b: jax.Array,
+  c: jax.Array,
+  state: jax.Array,
+  *,
+  lengths: ArrayLike | None = None,
+  chunk_size: int = 64,
+) -> tuple[jax.Array, jax.Array]:
+  """Continues every row of `selective_state_space`: the outputs are those of whole rows.
+
+  Args:
+    inputs: [B, C, H, P], the next C positions of each row; with C = 1 the recurrence itself runs.
+    dt: [B, C, H].
+    a: [H], the same in every call.
+    b: [B, C, G, N].
+    c: [B, C, G, N].
+    state: [B, H, P, N], from `init_selective_state` or the previous call.
+    lengths: [B], the number of real positions in each row, before its padding; None means all.
+      Outputs of the padding are meaningless.
+    chunk_size: Q.
+
+  Returns:
+    [B, C, H, P], and the state after each row's last real position.
+
+  Raises:
+    ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
+  """
+  x, dt, a, b, c = _check(inputs, dt, a, b, c)
+  batch, length, heads, width = x.shape
+  state = checks.array("state", state, "B H P N", B=batch, H=heads, P=width, N=b.shape[3])
+  if lengths is not None:  # without a step the state neither decays nor grows
+    is_real_bc = is_real(check_lengths(lengths, batch, length), length)
+    dt = jnp.where(is_real_bc[..., None], dt, 0)
+  if length > 1:
+    return _run(chunk_size, x, dt, a, b, c, None, state)
+  dtype = sum_dtype(x, dt, a, b, c)
+  repeats = heads // b.shape[2]
+  b_bhn, c_bhn = (jnp.repeat(z[:, 0].astype(dtype), repeats, axis=1) for z in (b, c))
+  dt_bh = dt[:, 0].astype(dtype)
+  written_bhp = dt_bh[..., None] * x[:, 0].astype(dtype)
+  new = jnp.exp(dt_bh * a.astype(dtype)[None])[..., None, None] * state.astype(dtype)
+  new += written_bhp[..., None] * b_bhn[:, :, None]
+  y_bhp = jnp.sum(new * c_bhn[:, :, None], axis=-1)
+  return y_bhp[:, None].astype(x.dtype), new.astype(state.dtype)
+
+
+def _check(inputs, dt, a, b, c):
+  sizes: dict[str, int] = {}
+  arrays = checks.arrays(
+    sizes,
+    inputs=(inputs, "B T H P>=1"),
+    dt=(dt, "B T H"),
+    a=(a, "H"),
+    b=(b, "B T G>=1 N>=1"),
+    c=(c, "B T G N"),
+  )
+  if sizes["H"] % sizes["G"]:
+    raise ValueError(f"b: expected G that divides H = {sizes['H']}, got G = {sizes['G']}")
+  return arrays
+
+
+class _Chunk(NamedTuple):
+  """The arguments at the positions of a chunk, [B, Q, ...]."""
+
+  x: jax.Array
+  dt: jax.Array
+  b: jax.Array
+  c: jax.Array
+  starts: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(size, x, dt, a, b, c, starts, state):
+  return _forward(size, x, dt, a, b, c, starts, state)[0]
+
+
+def _forward(size, x, dt, a, b, c, starts, state):
+  row, size, count = _pad(size, _Chunk(x, dt, b, c, starts))
+  a, row, carry = pvary_like((a, row, state.astype(sum_dtype(x, dt, a, b, c))))
+
+  def step(carry, i):
+    y_bqhp, carry = _chunk(a, _take(row, i, size), carry)
+    return carry, y_bqhp
+
+  end, y_cbqhp = lax.scan(step, carry, jnp.arange(count))
+  y_bthp = jnp.moveaxis(y_cbqhp, 0, 1).reshape(row.x.shape)[:, : x.shape[1]]
+  return (y_bthp, end.astype(state.dtype)), (x, dt, a, b, c, starts, state)
+
+
+def _backward(size, residuals, grads):
+  x, dt, a, b, c, starts, state = residuals
+  dtype = sum_dtype(x, dt, a, b, c)
+  row, size, count = _pad(size, _Chunk(x, dt, b, c, starts))
+  grad_bthp = _pad(size, grads[0])[0]
+  a, row, grad_bthp, carry = pvary_like((a, row, grad_bthp, state.astype(dtype)))
+  # The states before each chunk, and then, from the last chunk to the first, its gradients.
+  _, before = lax.scan(
+    lambda carry, i: (_advance(a, _take(row, i, size), carry), carry), carry, jnp.arange(count)
+  )
+
+  def step(carry, i_and_state):
+    by_a, by_state = carry
+    i, state = i_and_state
+    chunk = _take(row, i, size)
+
+    def run(a, parts, state):
+      return _chunk(a, _Chunk(*parts, chunk.starts), state)
+
+    _, transpose = jax.vjp(run, a, tuple(chunk[:4]), state)
+    more, by_parts, by_state = transpose((_take(grad_bthp, i, size), by_state))
+    return (by_a + more, by_state), by_parts
+
+  first = jnp.zeros_like(a, dtype), grads[1].astype(dtype)
+  (by_a, by_state), by_parts = lax.scan(
+    step, pvary_like((*first, carry))[:2], (jnp.arange(count), before), reverse=True
+  )
+  by_row = (
+    jnp.moveaxis(y, 0, 1).reshape(z.shape)[:, : x.shape[1]]
+    for y, z in zip(by_parts, row[:4], strict=True)
+  )
+  by_x, by_dt, by_b, by_c = by_row
+  return by_x, by_dt, by_a.astype(a.dtype), by_b, by_c, None, by_state.astype(state.dtype)
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _pad(size: int, tree):
+  """Rows of whole chunks, Q, and their number; added positions have dt = 0."""
+  length = jax.tree.leaves(tree)[0].shape[1]
+  size = min(size, length)
+  count = -(-length // size)
+
+  def pad(z):
+    return jnp.pad(z, ((0, 0), (0, count * size - length)) + ((0, 0),) * (z.ndim - 2))
+
+  return (tree if count * size == length else jax.tree.map(pad, tree)), size, count
+
+
+def _take(tree, i, size: int):
+  return jax.tree.map(lambda z: lax.dynamic_slice_in_dim(z, i * size, size, 1), tree)
+
+
+class _Decays(NamedTuple):
+  """Factors within a chunk, each in [0, 1]: documents apart have 0."""
+
+  between: jax.Array  # [B, G, R, Q, S], from the end of position s to that of q >= s
+  from_before: jax.Array  # [B, Q, G, R], from the end of the chunk before
+  to_end: jax.Array  # [B, Q, G, R], to the end of this chunk
+  over: jax.Array  # [B, G, R], from the end of the chunk before to the end of this one
+  written: jax.Array  # dt x, [B, Q, G, R, P]
+
+
+def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
+  (batch, size, heads, width), groups = chunk.x.shape, chunk.b.shape[2]
+  shape = batch, size, groups, heads // groups
+  dtype = sum_dtype(*chunk[:4], a)
+  dt = chunk.dt.astype(dtype)
+  total = jnp.cumsum((dt * a.astype(dtype)[None, None]).reshape(shape), axis=1)
+  sees = jnp.tril(jnp.ones((size, size), bool))[None]
+  from_before, to_end = jnp.exp(total), jnp.exp(total[:, -1:] - total)
+  if chunk.starts is not None:
+    number_bq = jnp.cumsum(chunk.starts, axis=1)
+    sees &= number_bq[:, :, None] == number_bq[:, None]
+    from_before = jnp.where((number_bq == 0)[..., None, None], from_before, 0)
+    to_end = jnp.where((number_bq == number_bq[:, -1:])[..., None, None], to_end, 0)
+  between = from_before
+  if has_between:
+    by_head = jnp.moveaxis(total, 1, -1)  # [B, G, R, Q]
+    lag = by_head[..., :, None] - by_head[..., None, :]
+    between = jnp.exp(jnp.where(sees[:, None, None], lag, -jnp.inf))
+  written = (chunk.x.astype(dtype) * dt[..., None]).astype(chunk.x.dtype).reshape(*shape, width)
+  return _Decays(between, from_before, to_end, from_before[:, -1], written)
+
+
+def _chunk(a, chunk: _Chunk, state):
+  """[B, Q, H, P] of a chunk, and the state after it from that before it, [B, H, P, N]."""
+  decays = _decays(a, chunk, has_between=True)
+  scores = product("bqgn,bsgn->bgqs", chunk.c, chunk.b)
+  weights = (scores[:, :, None] * decays.between).astype(chunk.x.dtype)
+  y = product("bgrqs,bsgrp->bqgrp", weights, decays.written)
+  groups, heads = decays.over.shape[1], chunk.x.shape[2]
+  by_group = state.reshape(state.shape[0], groups, heads // groups, *state.shape[2:])
+  read = product("bqgn,bgrpn->bqgrp", chunk.c, by_group.astype(chunk.c.dtype))
+  y += read * decays.from_before[..., None]
+  return y.astype(chunk.x.dtype).reshape(chunk.x.shape), _next_state(decays, chunk, state)
+
+
+def _advance(a, chunk: _Chunk, state):
+  return _next_state(_decays(a, chunk, has_between=False), chunk, state)
+
+
+def _next_state(decays: _Decays, chunk: _Chunk, state):
+  written = (decays.written * decays.to_end[..., None]).astype(chunk.x.dtype)
+  added = product("bsgrp,bsgn->bgrpn", written, chunk.b)
+  over = decays.over.reshape(state.shape[0], state.shape[1])
+  return over[..., None, None] * state + added.reshape(state.shape)
