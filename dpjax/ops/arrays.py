@@ -62,15 +62,12 @@ def typed(function: _Function) -> _Function:
   """
   signature = inspect.signature(function)
 
-  @functools.cache
-  def hints() -> dict[str, Any]:  # Lazy: annotations may name classes that are defined later.
-    return _array_hints(function)
-
   @functools.wraps(function)
   def run(*args, **kwargs):
     bound = signature.bind(*args, **kwargs)
     with jaxtyping.jaxtyped("context"):
-      for name, hint in hints().items():
+      # Only now, as annotations may name classes that are defined later.
+      for name, hint in _array_hints(function).items():
         if name in bound.arguments:
           bound.arguments[name] = check(name, bound.arguments[name], hint)
     return function(*bound.args, **bound.kwargs)
@@ -80,8 +77,10 @@ def typed(function: _Function) -> _Function:
 
 def check(name: str, value: Any, hint: Any) -> Any:
   """Checks a value against an annotation, and returns it with arrays in place of array-likes."""
-  array = value if isinstance(value, jax.Array) else _as_array(value)
-  for choice in _choices(hint):
+  choices = _choices(hint)
+  is_array = isinstance(value, jax.Array) or not any(map(_is_array, choices))
+  array = value if is_array else _as_array(value)
+  for choice in choices:
     if value is None and choice is types.NoneType:
       return None
     if _is_record(choice) and isinstance(value, choice):
@@ -94,7 +93,7 @@ def check(name: str, value: Any, hint: Any) -> Any:
     if _is_array(choice) and isinstance(array, choice):
       _check_values(name, value, cast(Any, choice).dtype)  # A converted array may be a tracer.
       return array
-  expected = " or ".join(_name(choice) for choice in _choices(hint))
+  expected = " or ".join(_name(choice) for choice in choices)
   raise ValueError(f"{name}: expected {expected}{_sizes()}, got {describe(value)}")
 
 
@@ -180,14 +179,6 @@ def check_dtype(dtype: jnp.dtype, /, **arrays: jax.Array) -> None:
   for name, x in arrays.items():
     if x.dtype != dtype:
       raise ValueError(f"{name}: expected {dtype}, got {describe(x)}")
-
-
-def check_distances(positions: jax.Array, length: int) -> None:
-  """Checks that there are positions for as many distances."""
-  if len(positions) < length:
-    raise ValueError(
-      f"positions: expected R of at least {length} of [R, H, E], got {describe(positions)}"
-    )
 
 
 def key(name: str, value: Any, rate: float) -> None:
@@ -279,6 +270,11 @@ def shape(value: Any) -> tuple[Any, Any]:
     raise ValueError(f"shape: expected (B, T), got {value!r}")
   batch, length = (x if export.is_symbolic_dim(x) else integer("shape", x, 0) for x in value)
   return batch, length
+
+
+def dims(value: Any) -> str:
+  """The argument `shape` in an annotation: (2, 7) -> "2 7", with "_" for a symbolic size."""
+  return " ".join("_" if export.is_symbolic_dim(x) else str(x) for x in shape(value))
 
 
 @contextlib.contextmanager

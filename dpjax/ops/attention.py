@@ -128,7 +128,7 @@ def relative_attention(
   2023, arXiv:2211.09761, Sec. 4.2.
   """
   reach_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size)
-  arrays.check_distances(positions, queries.shape[1])
+  check_distances(positions, queries.shape[1])
   positions = positions[: queries.shape[1]]
 
   def attend(size: int, queries, keys, values, *relative):
@@ -209,6 +209,13 @@ def rotate(
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   x, y = jnp.split(inputs.astype(dtype), 2, axis=-1)
   return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)
+
+
+def check_distances(positions: jax.Array, length: int) -> None:
+  """Checks that there are positions for as many distances."""
+  if len(positions) < length:
+    got = arrays.describe(positions)
+    raise ValueError(f"positions: expected R of at least {length} of [R, H, E], got {got}")
 
 
 def _has_cudnn(*qkv: jax.Array) -> bool:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
-from dpjax.ops.attention import causal_attention, rotary_angles, rotate
+from dpjax.ops.attention import causal_attention, check_distances, rotary_angles, rotate
 from dpjax.ops.documents import check_lengths, is_real
 from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import product
@@ -156,7 +156,7 @@ def relative_attention_cached(
   """
   lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
-  arrays.check_distances(positions, max_length)
+  check_distances(positions, max_length)
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   token_bc = cache.length[:, None] + index_c[None]
   slot_m = jnp.arange(max_length, dtype=jnp.int32)

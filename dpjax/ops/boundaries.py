@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Real, Starts, typed
-from dpjax.ops.documents import document_places
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.products import sum_dtype
 from dpjax.ops.segments import sum_of_segments
 
@@ -50,16 +50,12 @@ def fixed_boundaries(
   batch, length = arrays.shape(shape)
   arrays.integer("factor", factor)
   offset = factor - 1 if offset is None else arrays.integer("offset", offset, 0, factor - 1)
-  if num_before is not None and num_before.shape != (batch,):
-    raise ValueError(f"num_before: expected [B] = {(batch,)}, got {num_before.shape}")
-  if document_starts is not None and document_starts.shape != (batch, length):
-    expected = f"[B, T] = {(batch, length)}"
-    raise ValueError(f"document_starts: expected {expected}, got {document_starts.shape}")
   position_bt = jnp.arange(length, dtype=jnp.int32)[None]
   if num_before is not None:
+    arrays.check("num_before", num_before, Integer[Array, arrays.dims(shape).split()[0]])
     position_bt += num_before[:, None]
   if document_starts is not None:
-    position_bt = document_places(document_starts)
+    position_bt = document_places(check_starts(document_starts, shape))
   is_end_bt = position_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 

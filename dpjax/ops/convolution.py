@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.documents import check_lengths, document_places, is_real
+from dpjax.ops.documents import document_places, mask_padding
 from dpjax.ops.placement import automatic_axes, by_platform, is_symbolic, num_devices
 from dpjax.ops.products import low_product, product, sum_dtype
 
@@ -375,13 +375,8 @@ def causal_convolution_cached(
   """
   arrays.check_not_empty(inputs=inputs)
   arrays.check_dtype(inputs.dtype, **{"cache.inputs": cache.inputs})
-  batch, chunk, _ = inputs.shape
-  if lengths is None:
-    lengths_b = jnp.full(batch, chunk, jnp.int32)
-  else:
-    lengths_b = check_lengths(lengths, chunk)
-    inputs = jnp.where(is_real(lengths_b, chunk)[:, :, None], inputs, 0)
-  num_taps = taps.shape[0]
+  inputs, lengths_b = mask_padding(inputs, lengths)
+  chunk, num_taps = inputs.shape[1], len(taps)
   if chunk == 1:
     # The ring is written before it is read, as XLA would copy it otherwise.
     dtype = sum_dtype(inputs, taps)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
@@ -27,10 +27,7 @@ def check_starts(document_starts: ArrayLike, shape: Sequence[int]) -> Int32[Arra
 
   If they are traced, only the shape and the dtype are checked. `shape` is (B, T).
   """
-  shape = arrays.shape(shape)
-  starts_bt = arrays.check("document_starts", document_starts, Starts[Array, "B T"])
-  if starts_bt.shape != shape:
-    raise ValueError(f"document_starts: expected [B, T] = {shape}, got {starts_bt.shape}")
+  starts_bt = arrays.check("document_starts", document_starts, Starts[Array, arrays.dims(shape)])
   return starts_bt.astype(jnp.int32)
 
 
@@ -52,6 +49,17 @@ def check_lengths(lengths: Integer[Array, "B"], chunk: int) -> Int32[Array, "B"]
     if is_wrong.any():
       raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {values[is_wrong][0]}")
   return jnp.asarray(lengths, jnp.int32)
+
+
+def mask_padding(
+  inputs: Float[Array, "B C D"], lengths: Integer[Array, "B"] | None
+) -> tuple[Float[Array, "B C D"], Int32[Array, "B"]]:
+  """The inputs with zeros at the padding, and the valid positions of each row."""
+  batch, chunk = inputs.shape[:2]
+  if lengths is None:
+    return inputs, jnp.full(batch, chunk, jnp.int32)
+  lengths_b = check_lengths(lengths, chunk)
+  return jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0), lengths_b
 
 
 def is_real(lengths: jax.Array, chunk: int) -> Bool[Array, "B C"]:

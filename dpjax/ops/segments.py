@@ -48,10 +48,7 @@ METHODS = ("mean", "last")
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
   """Checks that boundaries are zeros and ones, of any real dtype, of the shape (B, T)."""
-  shape = arrays.shape(shape)
-  array = arrays.check("boundaries", boundaries, Binary[Array, "B T"])
-  if array.shape != shape:
-    raise ValueError(f"boundaries: expected [B, T] = {shape}, got {array.shape}")
+  arrays.check("boundaries", boundaries, Binary[Array, arrays.dims(shape)])
 
 
 @typed

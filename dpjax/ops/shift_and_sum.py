@@ -393,10 +393,10 @@ def _recompute(values, gates, level_keep):
 _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
 
 
-def _pallas(values, gates, level_keep, platform=None):
+def _pallas(values, gates, level_keep, interpret=None):
   from dpjax.ops import shift_and_sum_gpu
 
-  return shift_and_sum_gpu.shift_and_sum(values, gates, level_keep, platform=platform)
+  return shift_and_sum_gpu.shift_and_sum(values, gates, level_keep, interpret=interpret)
 
 
 def _run_default(values, gates, level_keep):
@@ -406,7 +406,7 @@ def _run_default(values, gates, level_keep):
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
   is_manual = jax.sharding.get_abstract_mesh().manual_axes
   if has_triton() and not (is_float64 or is_manual or is_symbolic(values)):
-    runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
+    runs["cuda"] = partial(_pallas, level_keep=level_keep, interpret=False)
   return by_platform(runs, values, gates)
 
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from dpjax.ops import arrays
 from dpjax.ops.placement import by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
@@ -41,7 +40,6 @@ def shift_and_sum(
   level_keep: jax.Array | None = None,
   *,
   interpret: bool | None = None,
-  platform: str | None = None,
   tile: int = TILE,
   backward_tile: int = BACKWARD_TILE,
 ) -> jax.Array:
@@ -56,14 +54,12 @@ def shift_and_sum(
     gates: [B, T, H, K], likewise, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
     interpret: whether to run the kernels as JAX operations; None does so except on a GPU.
-    platform: "gpu", or "cpu" for any other; None is that compiled for.
     tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the same in the backward pass.
 
   Raises:
-    ValueError: there is no kernel for the platform or a dtype.
+    ValueError: there is no kernel for a dtype.
   """
-  arrays.choice("platform", platform, ("cpu", "gpu"), or_none=True)
   for name, x in (("values", values), ("gates", gates)):
     if x.dtype not in _DTYPES:
       raise ValueError(f"{name}: expected floats of at most 32 bits, got {x.dtype}")
@@ -71,14 +67,14 @@ def shift_and_sum(
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
 
-  def run(values, gates, platform=platform) -> Any:
-    is_interpreted = platform == "cpu" if interpret is None else interpret
-    return _shift_and_sum(values, gates, _Options(is_interpreted, tile, backward_tile))
+  def run(interpret, values, gates) -> Any:
+    return _shift_and_sum(values, gates, _Options(interpret, tile, backward_tile))
 
-  if platform:
-    return run(values, gates)
-  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"}
-  return by_platform({x: partial(run, platform=y) for x, y in names.items()}, values, gates)
+  if interpret is not None:
+    return run(interpret, values, gates)
+  compiled = partial(run, False)
+  runs = {"default": partial(run, True), "cuda": compiled, "rocm": compiled}
+  return by_platform(runs, values, gates)
 
 
 class _Options(NamedTuple):

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.documents import check_lengths, document_places, is_real
+from dpjax.ops.documents import document_places, mask_padding
 from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
@@ -77,12 +77,8 @@ def short_convolution_cached(
     ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
   arrays.check_not_empty(inputs=inputs)
-  chunk, num_past = inputs.shape[1], len(taps) - 1
-  if lengths is None:
-    lengths_b = jnp.full(inputs.shape[0], chunk, jnp.int32)
-  else:
-    lengths_b = check_lengths(lengths, chunk)
-    inputs = jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0)
+  inputs, lengths_b = mask_padding(inputs, lengths)
+  num_past = len(taps) - 1
   joined_bnd = jnp.concatenate([cache.astype(inputs.dtype), inputs], axis=1)
   y_bcd = short_convolution(joined_bnd, taps)[:, num_past:]
   last_bp = lengths_b[:, None] + jnp.arange(num_past, dtype=jnp.int32)[None]

@@ -29,9 +29,7 @@ def kernels(values, gates, level_keep=None, **options):
 @functools.cache
 def small(tile=8, backward_tile=4):
   """Interpreted, on tiles so small that a short sequence takes several passes."""
-  return functools.partial(
-    kernels, interpret=True, platform="gpu", tile=tile, backward_tile=backward_tile
-  )
+  return functools.partial(kernels, interpret=True, tile=tile, backward_tile=backward_tile)
 
 
 def draw(batch, length, heads, features, levels, dtype=jnp.float32):
@@ -107,7 +105,7 @@ def test_lowers_without_the_device():
   """Two passes of three levels; backward, all but one of three again, and three."""
   shapes = (2, 37, 3, 20), (2, 37, 3, 6), (2, 37, 3, 20)
   arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-  operator = functools.partial(kernels, interpret=False, platform="gpu", tile=8, backward_tile=4)
+  operator = functools.partial(kernels, interpret=False, tile=8, backward_tile=4)
   # From JAX 0.11 on, Triton's lowering asks for the type of the GPU.
   device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
