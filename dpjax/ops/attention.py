@@ -84,7 +84,7 @@ def causal_attention(
   def attend(size: int, queries, keys, values):
     if size:
       return tiled(queries, keys, values, None, reach_bt, dropout_rate, dropout_key, size)
-    # JAX's own always takes the softmax in float32.
+    # JAX's function always takes the softmax in float32.
     is_plain = not dropout_rate and len({x.dtype for x in qkv}) == 1
     is_plain &= sum_dtype(*qkv) == jnp.float32
     if is_plain and factor_dtype(queries, keys) is None:
@@ -161,7 +161,7 @@ def relative_positions(length: int, width: int) -> Float[np.ndarray, "length wid
 def rotary_angles(
   length: int, features: int, base: float = 10_000.0
 ) -> Float[np.ndarray, "length features/2"]:
-  """The angles of positions 0 .. T - 1, in radians, without whole turns.
+  """The angles of positions 0 .. T - 1, in radians, modulo a full turn.
 
     angles[t, i] = t base ** (-2 i / E)  mod 2 pi,  i = 0 .. E / 2 - 1
 

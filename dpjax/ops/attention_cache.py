@@ -70,7 +70,7 @@ def causal_attention_cached(
   """Attends from every token of a chunk to itself and to all tokens before it.
 
   Token c of the chunk is token t = cache.length[b] + c of row b. With the keys k and the
-  values v of the whole row so far, including the chunk,
+  values v of the row so far, including the chunk,
 
     weights[b, h, c, s] = softmax over s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
     output[b, c, h]     = sum over s <= t of weights[b, h, c, s] v[b, s, h]
@@ -216,7 +216,7 @@ def local_attention_cached(
     output: [[5 4]], the means of 4 2 9 and of 2 9 1
     cache:  values [[9 1 2]]  length [5]
 
-  Scores of tokens rotated by `rotate` depend on distances alone, so the cache holds keys as they
+  Scores of tokens rotated by `rotate` depend only on distances, so the cache holds keys as they
   are, and a `rotary_base` rotates them as they are read, however far a row goes.
 
   The other arguments, the results and the errors are those of `causal_attention_cached`.
@@ -312,7 +312,7 @@ def _append(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionC
 def _scores(queries_bche, keys_bhme) -> jax.Array:
   keys_bhme = keys_bhme.astype(queries_bche.dtype)
   if queries_bche.shape[1] == 1:
-    # With an axis of one XLA would lay the cache out anew.
+    # With an axis of one XLA would change the layout of the cache.
     return product("bhe,bhme->bhm", queries_bche[:, 0], keys_bhme)[:, :, None]
   return product("bche,bhme->bhcm", queries_bche, keys_bhme)
 

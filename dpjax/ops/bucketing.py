@@ -1,4 +1,4 @@
-"""Data whose real length is known only on the device: compiled for a few lengths, capacities."""
+"""Data whose length only the device can tell: compiled for a few lengths, capacities."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Shift-and-sum, the token mixer of the Dispatcher: over whole sequences, and in chunks.
+"""Shift-and-sum, the token mixer of the Dispatcher: over sequences, and in chunks.
 
 B batch, T position, C position of a chunk, H head, E feature of a head, K level, M slot of the
 rings that a chunk touches.
@@ -64,7 +64,7 @@ def shift_and_sum(
 
   Sums are in float32, or in float64 if an argument is. The implementations are
 
-  - "loop", Alg. 1 to the letter: the reference. In it alone a later inf or nan affects the past.
+  - "loop", Alg. 1 to the letter: the reference. Only there a later inf or nan affects the past.
   - "unrolled", with static shifts.
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
     instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
@@ -170,7 +170,7 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  with t the position in the whole row, of any length, for any division into chunks; v_k of
+  with t the position in the row, of any length, for any division into chunks; v_k of
   positions before the chunk comes from the cache. For one head of one feature and two levels whose
   gates are 1, the row 1, 10, 100, 1000 in chunks of three tokens and one:
 
