@@ -146,7 +146,7 @@ def plain_convolution(inputs: jax.Array, filters: jax.Array) -> jax.Array:
 def convolutions(rank: int, batch: int, length: int, width: int) -> Iterator[harness.Case]:
   functions: dict[str, Callable] = {
     name: functools.partial(ops.causal_convolution, implementation=name)
-    for name in ("toeplitz", "scan", "conv", "fft", "dft")
+    for name in ("toeplitz", "scan", "fft", "dft")
   }
   functions["default"] = ops.causal_convolution
   if ON_CPU:

@@ -13,7 +13,7 @@ from dpjax.layers import blocks, embeddings, initializers
 from dpjax.layers.mixer import check_settings
 from dpjax.models.stack import Stack
 from dpjax.ops import checks
-from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.placement import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):

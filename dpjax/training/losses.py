@@ -11,7 +11,7 @@ from jax import lax
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.platforms import by_platform, num_devices, pvary_like, replicate
+from dpjax.ops.placement import by_platform, num_devices, pvary_like, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 

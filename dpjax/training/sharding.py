@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dpjax.errors import UserError
-from dpjax.ops.platforms import AXIS
+from dpjax.ops.placement import AXIS
 
 
 def make_mesh(devices: Sequence | None = None) -> Mesh:

@@ -61,7 +61,7 @@ def test_without_its_base_a_case_is_no_case():
   [
     ("ops", "shift_and_sum,lengths,attention,local,pooling"),
     ("step", "hourglass"),
-    ("generation", "operators,online,models,pooling"),
+    ("generation", "operators,models,pooling"),
   ],
 )
 def test_each_part_runs_and_is_reported(name, parts, tmp_path):

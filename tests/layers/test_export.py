@@ -24,7 +24,7 @@ def check(function, params, *inputs):
   jitted, platforms = jax.jit(function), ["cpu", "cuda", "tpu"]
   with pytest.MonkeyPatch.context() as patch:
     # Even where kernels could be compiled.
-    for place in ("shift_and_sum.has_triton", "shift_and_sum.has_libtpu", "attention.has_cuda"):
+    for place in ("shift_and_sum.has_triton", "attention.has_cuda"):
       module, name = place.split(".")
       patch.setattr(importlib.import_module(f"dpjax.ops.{module}"), name, lambda: True)
     exported = export.export(jitted, platforms=platforms)(params, *jax.tree.map(open_batch, inputs))

@@ -10,7 +10,7 @@ import pytest
 
 from dpjax import layers
 from dpjax.layers.blocks import Norm
-from tests.ops.test_hostile_calls import NOTHING
+from tests.ops.test_arrays import NOTHING
 
 X, TOKENS, STARTS = np.full((2, 7, 6), 0.5, np.float32), np.full((2, 7), 3), np.eye(7, dtype=int)
 STARTS = STARTS[[0, 0]]

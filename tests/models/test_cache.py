@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import ops, registry
-from dpjax.layers import extractors
+from dpjax import registry
 from tests import helpers
 
 BATCH, LENGTH, VOCAB = 3, 23, 11
@@ -147,13 +146,10 @@ CHUNKS += [(5, (1, 5, 5)), (1, (0, 0, 1))]
 
 
 @pytest.mark.parametrize(
-  "is_online", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "online"]
+  "has_taps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "taps"]
 )
-def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypatch):
-  if is_online:
-    monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
-    few = partial(ops.init_online_convolution_cache, block=4)
-    monkeypatch.setattr(ops, "init_online_convolution_cache", few)
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would(has_taps):
+  if has_taps:
     mixers = ["he", "me", "we"]
   else:
     mixers = [mixer("dispatcher", num_levels=3), None, "dispatcher_multihead"]
@@ -163,14 +159,11 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypat
   short.update(max_length=8, positions="sinusoidal")
   long.update(max_length=LENGTH, positions="sinusoidal")
   for config in (short, long):
-    if not is_online:
+    if not has_taps:
       config.last.mixer.num_levels = 3
   short, long = dpjax.build_model(short), dpjax.build_model(long)
   params = helpers.draw_params(short, 4, 1 / 2)
   caches = short.init_cache(BATCH)
-  if is_online:
-    layers = [*caches.layers.first, *caches.layers.middle, *caches.layers.last]
-    assert [type(x) for x in layers] == [ops.OnlineConvolutionCache] * 4
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
   expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)

@@ -318,7 +318,7 @@ KEY = jax.random.key(0)
   "call, message",
   [
     (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected at most 2, got 3"),
-    (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
+    (lambda: whitespace_boundaries(X.astype(int), ()), "space_ids: .* alphabet without a space"),
     (lambda: gumbel_sigmoid(X, 1.0), "key, noise: .* got none"),
     (lambda: gumbel_sigmoid(X, 1.0, key=KEY, noise=X + 0.5), "key, noise: .* got both"),
     (lambda: gumbel_sigmoid(X, 1.0, noise=X), "noise: .* above 0 and below 1"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.capacity import capacities, run_at_capacity
+from dpjax.ops.bucketing import capacities, run_at_capacity
 from tests import helpers
 
 # A row a device.

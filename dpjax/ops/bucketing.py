@@ -1,4 +1,4 @@
-"""Data whose real length is known only on the device: compiled for a few lengths, capacities."""
+"""Data whose length only the device can tell: compiled for a few lengths, capacities."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
 
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import typed
 
 
 def capacities(longest: int, number: int) -> tuple[int, ...]:
@@ -18,19 +20,20 @@ def capacities(longest: int, number: int) -> tuple[int, ...]:
   They are ceil(longest / 2 * i / (number - 1)) for i = 1 .. number - 1, without repetitions: more
   segments than half as many as tokens are rare, and each capacity takes long to compile.
   """
-  checks.integer("longest", longest)
-  checks.integer("number", number, most=2**16)
+  arrays.integer("longest", longest)
+  arrays.integer("number", number, most=2**16)
   below = {-(-longest * i // (2 * number - 2)) for i in range(1, number)}
   return tuple(sorted({*below, longest}))
 
 
+@typed
 def run_at_capacity(
   function: Callable[..., jax.Array],
   sizes: Sequence[int],
-  needed: jax.Array | None,
-  inputs: jax.Array,
+  needed: Integer[Array, ""] | None,
+  inputs: Float[Array, "B S ..."],
   *others: Any,
-) -> jax.Array:
+) -> Float[Array, "B S ..."]:
   """Runs a function only on the first positions, as many as the data needs.
 
     output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
@@ -42,16 +45,13 @@ def run_at_capacity(
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
     sizes: increasing capacities up to S; others raise a `ValueError`.
-    needed: int scalar, at most S, the number of outputs that will be read; None computes all.
-    inputs: [B, S, ...], floats.
+    needed: at most S, the number of outputs that will be read; None computes all.
+    inputs: one array for each position.
     *others: further arguments, any pytrees; their floats get gradients.
   """
   if not callable(function):
     raise ValueError(f"function: expected a function, got {function!r}")
-  inputs, needed = checks.arrays(
-    inputs=(inputs, "B S ..."), needed=(needed, "| None", checks.INTEGERS)
-  )
-  sizes = checks.ids("sizes", sizes, "rising capacities")
+  sizes = arrays.ids("sizes", sizes, "rising capacities")
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))
   if not (sizes and rises and sizes[-1] == inputs.shape[1]):
     raise ValueError(f"sizes: expected rising capacities up to S = {inputs.shape[1]}, got {sizes}")

@@ -1,33 +1,37 @@
-"""Causal convolution over time, with which every Extractor mixes tokens.
+"""Causal convolution over time, with which every Extractor mixes tokens: of rows, and in chunks.
 
-B batch, T position, L tap, D feature read, E feature written.
+B batch, T position, C position of a chunk, L tap, D input feature, E output feature, U inputs.
 
 Source: Chen 2023, arXiv:2308.07661, Sec. 5, Eqs. 23, 26, 28 and 29.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, is_symbolic, num_devices
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.documents import document_places, mask_padding
+from dpjax.ops.placement import automatic_axes, by_platform, is_symbolic, num_devices
 from dpjax.ops.products import low_product, product, sum_dtype
 
 
 @automatic_axes
+@typed
 def causal_convolution(
-  inputs: jax.Array,
-  filters: jax.Array,
+  inputs: Float[Array, "B T D"],
+  filters: Float[Array, "L"] | Float[Array, "L D"] | Float[Array, "L D E"],
   *,
-  document_starts: jax.Array | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T D"] | Float[Array, "B T E"]:
   """Sums the inputs so far, each times the tap of its distance.
 
     y[b, t] = sum over s <= t of inputs[b, s] * filters[t - s]
@@ -38,77 +42,71 @@ def causal_convolution(
 
   - "scan", the sum over the lags as written, O(T**2): the reference, with the least memory,
     and the only one in which a later inf or nan does not affect earlier outputs.
-  - "conv", XLA's convolution, O(T**2), on a CPU slow within a loop, such as that over layers;
-    XLA chooses the dtype of sums of bfloat16 and float16.
   - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory.
   - "fft", products of Fourier transforms, O(T log T). XLA computes the FFT of a distributed
     batch on every device.
   - "dft", the same with each transform as two matrix products, O(T**1.5).
 
   In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size.
-  The first three multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
-  matrix taps; a CPU in float32); "scan" and "toeplitz" then have no forward-mode derivatives.
+  The first two multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
+  matrix taps; a CPU in float32), and then have no forward-mode derivatives.
 
   With `document_starts`, a document sees nothing of those before it, s >= t - o_t with o_t the
-  place of t within its document, for at most O(log T) times the work.
+  position of t within its document, for at most O(log T) times the work.
 
   Args:
-    inputs: [B, T, D], floats.
-    filters: [L], [L, D] or [L, D, E], floats; without `document_starts` L is at least T.
-    document_starts: [B, T], 1 at the first token of each document, else 0; inputs L or more tokens
-      ago count as 0. None means that each row is one document.
+    inputs: one vector for each position.
+    filters: the taps; without `document_starts` L is at least T.
+    document_starts: 1 at the first token of each document, else 0; inputs L or more tokens ago
+      count as 0. None means that each row is one document.
     implementation: one of the names above; None takes that of `choose_implementation`.
 
   Returns:
-    [B, T, D], with matrix taps [B, T, E], in the dtype of `inputs`.
+    y, in the dtype of `inputs`.
 
   Raises:
     ValueError: shapes or dtypes do not match, or the implementation is unknown.
   """
-  inputs, filters = checks.arrays(
-    inputs=(inputs, "B T D"), filters=(filters, "L>=1 | L>=1 D | L>=1 D E")
-  )
   batch, length, width = inputs.shape
+  if not len(filters):
+    raise ValueError("filters: expected at least one tap, got none")
   if length > len(filters) and document_starts is None:
     raise ValueError(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
-  checks.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
+  arrays.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
   names: dict[str, str] = {"default": implementation or ""}
   if implementation is None:
     sizes = filters.ndim, math.inf if is_symbolic(inputs) else batch, length
     devices = num_devices()
-    chosen = [choose_implementation(*sizes, platform, devices) for platform in ("cpu", "default")]
-    names = {"default": chosen[1]} | ({} if chosen[0] == chosen[1] else {"cpu": chosen[0]})
-  place_bt = (
-    None
-    if document_starts is None
-    else document_places(check_starts(document_starts, (batch, length)))
-  )
+    cpu, default = (choose_implementation(*sizes, x, devices) for x in ("cpu", "default"))
+    names = {"default": default} | ({} if cpu == default else {"cpu": cpu})
+  position_bt = None if document_starts is None else document_places(document_starts)
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)
   dtype = sum_dtype(inputs, filters)
   is_low = inputs.dtype == filters.dtype and inputs.dtype in _LOW
-  arrays = inputs.astype(dtype), filters[:length].astype(dtype), inputs.dtype if is_low else dtype
+  factors = inputs.dtype if is_low else dtype
 
   def run(name: str, x_btd, w):
-    if place_bt is None:
-      return CAUSAL_CONVOLUTION[name](x_btd, w, arrays[2])
+    if position_bt is None:
+      return CAUSAL_CONVOLUTION[name](x_btd, w, factors)
     if name == "scan":
-      return _scan(x_btd, w, arrays[2], place_bt)
-    return _convolve_documents(CAUSAL_CONVOLUTION[name], x_btd, w, arrays[2], place_bt)
+      return _scan(x_btd, w, factors, position_bt)
+    return _convolve_documents(CAUSAL_CONVOLUTION[name], x_btd, w, factors, position_bt)
 
   runs = {platform: functools.partial(run, name) for platform, name in names.items()}
-  return by_platform(runs, *arrays[:2]).astype(inputs.dtype)
+  y_bte = by_platform(runs, inputs.astype(dtype), filters[:length].astype(dtype))
+  return y_bte.astype(inputs.dtype)
 
 
 # Positions of a block that goes lag by lag where a row has several documents.
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
-# The fastest in training, on a CPU by results/causal_convolution.json, except "conv", which is
-# measured outside of a loop, elsewhere by results/ops_h200.json. The first row that fits counts:
-# rank of the filters, most B, most T, implementation.
+# The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
+# results/ops_h200.json. The first row that fits counts: rank of the filters, maximum of B, maximum
+# of T, implementation.
 _FASTEST = {
   "cpu": (
     (1, math.inf, 256, "toeplitz"),
@@ -154,7 +152,7 @@ def _product(formula, dtype, a, b):
   return product(formula, a, b) if dtype == a.dtype else low_product(a, b, formula, dtype)
 
 
-def _scan(x_btd, w, dtype, place_bt=None):
+def _scan(x_btd, w, dtype, position_bt=None):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
 
@@ -163,8 +161,8 @@ def _scan(x_btd, w, dtype, place_bt=None):
   def body(y_bte, lag_tap):
     lag, tap = lag_tap
     past_btd = lax.dynamic_slice_in_dim(padded, length - lag, length, axis=1)
-    if place_bt is not None:
-      past_btd = jnp.where((lag <= place_bt)[..., None], past_btd, 0)
+    if position_bt is not None:
+      past_btd = jnp.where((lag <= position_bt)[..., None], past_btd, 0)
     if tap.ndim == 2:
       return y_bte + _product("btd,de->bte", dtype, past_btd, tap), None
     return y_bte + past_btd * _lead(tap, 3), None
@@ -176,7 +174,7 @@ def _scan(x_btd, w, dtype, place_bt=None):
   return y_bte
 
 
-def _convolve_documents(implementation, x_btd, w, dtype, place_bt):
+def _convolve_documents(implementation, x_btd, w, dtype, position_bt):
   """Convolves within blocks lag by lag, then across the middle of pairs of 1, 2, 4, .. blocks."""
   # Only one document crosses the middle of a pair, so inputs and outputs of all others are set to
   # 0, and no document sees rounding errors of another.
@@ -185,14 +183,14 @@ def _convolve_documents(implementation, x_btd, w, dtype, place_bt):
   size = -(-length // 2**doublings)
   total = size << doublings
   x_btd = jnp.pad(x_btd, ((0, 0), (0, total - length), (0, 0)))
-  place_bt = jnp.pad(place_bt, ((0, 0), (0, total - length)))
+  position_bt = jnp.pad(position_bt, ((0, 0), (0, total - length)))
   w = jnp.pad(w, [(0, total - len(w))] + [(0, 0)] * (w.ndim - 1))
-  within_bt = jnp.minimum(place_bt, jnp.arange(total, dtype=jnp.int32)[None] % size)
+  within_bt = jnp.minimum(position_bt, jnp.arange(total, dtype=jnp.int32)[None] % size)
   rows = x_btd.reshape(-1, size, width)
   y_bte = _scan(rows, w[:size], dtype, within_bt.reshape(-1, size)).reshape(batch, total, -1)
   for half in (size << j for j in range(doublings)):
     x_plrd = x_btd.reshape(-1, 2, half, width)
-    right_pr = place_bt.reshape(-1, 2, half)[:, 1]
+    right_pr = position_bt.reshape(-1, 2, half)[:, 1]
     index_r = jnp.arange(half, dtype=jnp.int32)
     is_seen_pl = half - index_r[None] <= right_pr[:, :1]
     sees_pr = right_pr > index_r[None]
@@ -202,24 +200,6 @@ def _convolve_documents(implementation, x_btd, w, dtype, place_bt):
     y_pre = jnp.where(sees_pr[..., None], y_pre, 0)
     y_bte += jnp.pad(y_pre, ((0, 0), (half, 0), (0, 0))).reshape(y_bte.shape)
   return y_bte[:, :length]
-
-
-def _conv(x_btd, w, dtype):
-  x_btd, w = x_btd.astype(dtype), w.astype(dtype)
-  batch, length, width = x_btd.shape
-  convolve = functools.partial(
-    lax.conv_general_dilated,
-    window_strides=(1,),
-    padding=[(length - 1, 0)],
-    dimension_numbers=("NWC", "WIO", "NWC"),
-  )
-  w = w[::-1]
-  if w.ndim == 3:
-    return convolve(x_btd, w)
-  if w.ndim == 2:
-    return convolve(x_btd, w[:, None], feature_group_count=width)
-  x_ct1 = x_btd.swapaxes(1, 2).reshape(batch * width, length, 1)
-  return convolve(x_ct1, w[:, None, None]).reshape(batch, width, length).swapaxes(1, 2)
 
 
 def _toeplitz_matrix(x, axis):
@@ -338,4 +318,111 @@ def _dft(x_btd, w, _):
   return jnp.moveaxis(y_tbe, 0, 1)
 
 
-CAUSAL_CONVOLUTION = {"scan": _scan, "conv": _conv, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}
+CAUSAL_CONVOLUTION = {"scan": _scan, "toeplitz": _toeplitz, "fft": _fft, "dft": _dft}
+
+
+class ConvolutionCache(NamedTuple):
+  """The last L inputs of every row; a step costs O(L D), with matrix taps O(L D E).
+
+  Attributes:
+    inputs: a ring: position t is at t modulo L; zeros for missing inputs.
+    length: the number of inputs so far in each row.
+  """
+
+  inputs: Float[Array, "B L D"]
+  length: Int32[Array, "B"]
+
+
+def init_convolution_cache(
+  batch: int, num_taps: int, width: int, dtype: DTypeLike = jnp.float32
+) -> ConvolutionCache:
+  """An empty `ConvolutionCache` for B rows, L taps, the width D and inputs of a float dtype."""
+  arrays.integers(batch=batch, num_taps=num_taps, width=width)
+  arrays.float_dtype(dtype)
+  return ConvolutionCache(jnp.zeros((batch, num_taps, width), dtype), jnp.zeros(batch, jnp.int32))
+
+
+@automatic_axes
+@typed
+def causal_convolution_cached(
+  inputs: Float[Array, "B C D"],
+  taps: Float[Array, "L"] | Float[Array, "L D"] | Float[Array, "L D E"],
+  cache: ConvolutionCache,
+  *,
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C D"] | Float[Array, "B C E"], ConvolutionCache]:
+  """Continues every row of a causal convolution from its cache.
+
+    y[b, t] = sum over s of inputs[b, s] * taps[t - s], t - L < s <= t
+
+  Up to L positions, this equals `causal_convolution` of all inputs so far, for any division
+  into chunks. For the taps 2, 3 the chunks [1], [10, 100] become [2], [23, 230].
+
+  A chunk of more than one position costs about `causal_convolution` of L + C positions, and an
+  input of inf or nan may affect earlier outputs of its chunk.
+
+  Args:
+    inputs: a chunk, C at least 1.
+    taps: the same in every call.
+    cache: the cache of the inputs so far.
+    lengths: see `causal_attention_cached`; outputs of the padding are meaningless.
+
+  Returns:
+    y, in the dtype of `inputs`, and the cache after the chunk.
+
+  Raises:
+    ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
+  """
+  arrays.check_not_empty(inputs=inputs)
+  arrays.check_dtype(inputs.dtype, **{"cache.inputs": cache.inputs})
+  inputs, lengths_b = mask_padding(inputs, lengths)
+  chunk, num_taps = inputs.shape[1], len(taps)
+  if chunk == 1:
+    # The ring is written before it is read, as XLA would copy it otherwise.
+    dtype = sum_dtype(inputs, taps)
+    ring_bld = _write(cache, inputs, lengths_b)
+    newest_bl = cache.length[:, None] - _range(num_taps)[None]
+    y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), taps.astype(dtype))
+    y_b1e = y_be[:, None].astype(inputs.dtype)
+    return y_b1e, ConvolutionCache(ring_bld, cache.length + lengths_b)
+  past_bld = _read(cache.inputs, cache.length[:, None] + _range(1 - num_taps, 0)[None])
+  y_bte = causal_convolution(
+    jnp.concatenate([past_bld, inputs], axis=1),
+    jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
+  )
+  ring_bld = _write(cache, inputs, lengths_b)
+  cache = ConvolutionCache(ring_bld, cache.length + lengths_b)
+  return y_bte[:, num_taps - 1 :], cache
+
+
+def _range(*bounds):
+  return jnp.arange(*bounds, dtype=jnp.int32)
+
+
+def _read(ring_bld, position_bu):
+  """Some positions of a ring, [B, U, D]."""
+  take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
+  return take(ring_bld, position_bu % ring_bld.shape[1])
+
+
+def _write(cache, inputs, lengths_b):
+  """The ring with the first `lengths_b` of `inputs`, for each row."""
+  ring_bld, length_b = cache.inputs, cache.length
+  num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
+  if chunk == 1:
+    # In place where the cache is donated. A row without an input gets a zero in the slot of
+    # the input L positions before, which is not read again.
+    write = jax.vmap(lambda x, slot, new: x.at[slot].set(new))
+    return write(ring_bld, length_b % num_taps, inputs[:, 0])
+  last_b = length_b + lengths_b - 1
+  ago_bl = (last_b[:, None] - _range(num_taps)[None]) % num_taps
+  index_bl = lengths_b[:, None] - 1 - ago_bl
+  new_bld = jnp.take_along_axis(inputs, index_bl.clip(0, chunk - 1)[:, :, None], axis=1)
+  return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
+
+
+def _sum_of(x_bld, taps):
+  """[B, E], the sum of inputs times taps."""
+  if taps.ndim == 3:
+    return jnp.einsum("bld,lde->be", x_bld, taps)
+  return (x_bld * (taps if taps.ndim == 2 else taps[:, None])[None]).sum(axis=1)

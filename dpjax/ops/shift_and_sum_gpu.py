@@ -1,4 +1,4 @@
-"""Shift-and-sum as Pallas kernels: for GPUs by Triton; for TPUs see `.shift_and_sum_tpu`.
+"""Shift-and-sum as Pallas kernels for GPUs, by Triton.
 
 B batch, T position, H head, E feature of a head, K level; in a pass, N row, G sequence, J level,
 C block of features.
@@ -24,9 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from dpjax.ops import checks
-from dpjax.ops import shift_and_sum_tpu as tpu
-from dpjax.ops.platforms import AXIS, by_platform
+from dpjax.ops.placement import by_platform
 
 # Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
@@ -42,29 +40,26 @@ def shift_and_sum(
   level_keep: jax.Array | None = None,
   *,
   interpret: bool | None = None,
-  platform: str | None = None,
   tile: int = TILE,
   backward_tile: int = BACKWARD_TILE,
 ) -> jax.Array:
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
   Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
-  which store only `values` and `gates`. Rows may be distributed over devices (TPUs: over those of a
-  run, `dpjax.training`); `jax.shard_map` needs check_vma=False.
+  which store only `values` and `gates`. Rows may be distributed over devices; `jax.shard_map` needs
+  check_vma=False.
 
   Args:
-    values: [B, T, H, E], floats, T at least 2.
-    gates: [B, T, H, K], floats, K at least 1 and 2**(K-1) < T.
+    values: [B, T, H, E], floats of at most 32 bits, T at least 2.
+    gates: [B, T, H, K], likewise, K at least 1 and 2**(K-1) < T.
     level_keep: [K] booleans; the gates of a level with False count as 0. None keeps all.
-    interpret: whether to run the kernels as JAX operations; None does so on a CPU.
-    platform: "gpu", "tpu", or "cpu" with the kernels of a GPU; None is that compiled for.
-    tile: the rows of a GPU's tile in the forward pass, a power of 2, at least 2.
+    interpret: whether to run the kernels as JAX operations; None does so except on a GPU.
+    tile: the rows of a tile in the forward pass, a power of 2, at least 2.
     backward_tile: the same in the backward pass.
 
   Raises:
-    ValueError: there is no kernel for the platform, a dtype, or a TPU and T.
+    ValueError: there is no kernel for a dtype.
   """
-  checks.choice("platform", platform, ("cpu", "gpu", "tpu"), or_none=True)
   for name, x in (("values", values), ("gates", gates)):
     if x.dtype not in _DTYPES:
       raise ValueError(f"{name}: expected floats of at most 32 bits, got {x.dtype}")
@@ -72,27 +67,18 @@ def shift_and_sum(
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
 
-  def run(values, gates, platform=platform) -> Any:
-    is_tpu = platform == "tpu"
-    if is_tpu and not tpu.fits(gates.shape[1], gates.shape[3]):
-      return tpu.in_parts(partial(run, platform=platform), values, gates)
-    is_interpreted = platform == "cpu" if interpret is None else interpret
-    options = _Options(is_interpreted, is_tpu, tile, backward_tile)
-    return _shift_and_sum(values, gates, options)
+  def run(interpret, values, gates) -> Any:
+    return _shift_and_sum(values, gates, _Options(interpret, tile, backward_tile))
 
-  length, levels = gates.shape[1], gates.shape[3]
-  is_taken = tpu.takes(length, levels)
-  if platform == "tpu" and not is_taken:
-    raise ValueError(f"values: expected positions that fit a TPU core's memory, got {length}")
-  if platform:
-    return run(values, gates)
-  names = {"default": "cpu", "cuda": "gpu", "rocm": "gpu"} | ({"tpu": "tpu"} if is_taken else {})
-  return by_platform({x: partial(run, platform=y) for x, y in names.items()}, values, gates)
+  if interpret is not None:
+    return run(interpret, values, gates)
+  compiled = partial(run, False)
+  runs = {"default": partial(run, True), "cuda": compiled, "rocm": compiled}
+  return by_platform(runs, values, gates)
 
 
 class _Options(NamedTuple):
   interpret: bool
-  is_tpu: bool
   tile: int
   backward_tile: int
 
@@ -103,8 +89,6 @@ def _shift_and_sum(values, gates, options):
 
 
 def _run(options, values, gates):
-  if options.is_tpu:
-    return tpu.forward(values, gates, interpret=options.interpret)
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
   x = _cut(values, padded)
@@ -120,8 +104,6 @@ def _shift_and_sum_bwd(options, residuals, grad):
 
 
 def _pull(options, values, gates, grad):
-  if options.is_tpu:
-    return tpu.backward(values, gates, grad, interpret=options.interpret)
   length, levels = gates.shape[1], gates.shape[3]
   passes, padded = _split(length, levels, options.backward_tile)
   gates = _pad(gates, 1, padded)
@@ -142,7 +124,7 @@ _shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd
 
 @cache
 def _of_rows(run, rule, options):
-  """A function of arrays [B, ...] whose rows lie on several devices, or are mapped by `vmap`."""
+  """`run` for arrays [B, ...] whose rows lie on several devices, or are mapped by `vmap`."""
   run = partial(run, options)
 
   def partition(mesh, arrays, results):
@@ -151,18 +133,15 @@ def _of_rows(run, rule, options):
 
     def run_local(*arrays):
       # Of the mesh, Pallas may only know what its devices are.
-      alone = jax.sharding.AbstractMesh((), (), abstract_device=device)
-      with jax.sharding.use_abstract_mesh(alone):
+      local = jax.sharding.AbstractMesh((), (), abstract_device=device)
+      with jax.sharding.use_abstract_mesh(local):
         return run(*arrays)
 
     return mesh, run_local, jax.tree.map(lambda _: rows, results), (rows,) * len(arrays)
 
-  if options.is_tpu:  # Its compiler knows no custom partitioning.
-    distributed = partial(_run_divided, run)
-  else:
-    whole = ("t", "h", "e", "k")
-    distributed = custom_partitioning(run)
-    distributed.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
+  undivided = ("t", "h", "e", "k")
+  distributed = custom_partitioning(run)
+  distributed.def_partition(partition, sharding_rule=rule, need_replication_factors=undivided)
   mapped = jax.custom_batching.custom_vmap(distributed)
 
   @mapped.def_vmap
@@ -170,18 +149,10 @@ def _of_rows(run, rule, options):
     pairs = zip(arrays, are_mapped, strict=True)
     arrays = [x if is_ else jnp.broadcast_to(x, (size, *x.shape)) for x, is_ in pairs]
     results = mapped(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
-    apart = jax.tree.map(lambda x: x.reshape(arrays[0].shape[:2] + x.shape[1:]), results)
-    return apart, jax.tree.map(lambda _: True, results)
+    results = jax.tree.map(lambda x: x.reshape(arrays[0].shape[:2] + x.shape[1:]), results)
+    return results, jax.tree.map(lambda _: True, results)
 
   return mapped
-
-
-def _run_divided(run, *arrays):
-  """Runs a function of arrays [B, ...] on each device of a run."""
-  mesh, rows = jax.sharding.get_abstract_mesh(), jax.sharding.PartitionSpec(AXIS)
-  if mesh.axis_names != (AXIS,) or mesh.size == 1:
-    return run(*arrays)
-  return jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
 
 
 class _Pass(NamedTuple):
@@ -194,9 +165,9 @@ class _Pass(NamedTuple):
 
 def _split(length, levels, tile):
   """The passes, and T padded to whole tiles of each pass."""
-  most = tile.bit_length() - 1
+  max_levels = tile.bit_length() - 1
   # The first pass has the remaining levels, so that its halo is a small part of its input.
-  firsts = [0, *range(levels % most or most, levels, most)]
+  firsts = [0, *range(levels % max_levels or max_levels, levels, max_levels)]
   # Powers of 2, so the largest is a multiple of all.
   unit = max(2**k * tile if length > 2**k * tile else 2**k for k in firsts)
   padded = -(-length // unit) * unit
@@ -229,7 +200,7 @@ def _pad(x, axis, size):
 class _Plan:
   """The grid (blocks of features, G, tiles, B) and the blocks of one pass over [B, T, H, C, E / C].
 
-  The rows before, in and after a tile are its "past", "own" and "future".
+  The rows before, in and after a tile are its "past", "tile" and "future".
   """
 
   def __init__(self, shape, one, options):
@@ -246,7 +217,7 @@ class _Plan:
     # Of each side the first row from the tile's start, the rows, and the index of the block.
     self.sides = {
       "past": (-self.halo, self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
-      "own": (0, one.rows, lambda i: i),
+      "tile": (0, one.rows, lambda i: i),
       "future": (one.rows, self.halo, lambda i: jnp.minimum((i + 1) * halos, last)),
     }
 
@@ -293,54 +264,54 @@ class _Plan:
 
     return [(gates, spec(side)) for side in sides]
 
-  def _are_there(self, sides):
+  def _exist(self, sides):
     """Whether the sequence has rows on each side of this program's tile."""
     tile = pl.program_id(2)
-    are_there = {"past": tile > 0, "own": None, "future": tile < self.tiles - 1}
-    return {side: are_there[side] for side in sides}
+    exists = {"past": tile > 0, "tile": None, "future": tile < self.tiles - 1}
+    return {side: exists[side] for side in sides}
 
   def read(self, refs):
     """{position from the tile's start: its features}, zeros beyond the sequence."""
-    rows, are_there = {}, self._are_there(refs)
+    rows, exists = {}, self._exist(refs)
     for side, ref in refs.items():
       start, size, _ = self.sides[side]
       for i in range(size):
-        rows[start + i] = _zero_unless(are_there[side], ref[i].astype(jnp.float32))
+        rows[start + i] = _zero_unless(exists[side], ref[i].astype(jnp.float32))
     return rows
 
   def reader(self, refs):
     """(position from the tile's start, level) -> gate, zero beyond the sequence."""
-    are_there = self._are_there(refs)
+    exists = self._exist(refs)
 
     def gate(t, k):
-      side = "past" if t < 0 else "own" if t < self.one.rows else "future"
+      side = "past" if t < 0 else "tile" if t < self.one.rows else "future"
       i = t - self.sides[side][0]
       c = refs[side][i // self.halo, 0, i % self.halo * self.one.levels + k]
-      return _zero_unless(are_there[side], c)
+      return _zero_unless(exists[side], c)
 
     return gate
 
 
-def _zero_unless(is_there, x):
-  return x if is_there is None else jnp.where(is_there, x, 0.0)
+def _zero_unless(exists, x):
+  return x if exists is None else jnp.where(exists, x, 0.0)
 
 
-def _next_level(v, gate, k, is_whole):
+def _next_level(v, gate, k, is_single):
   """The rows of level k + 1 that follow from those of level k, {position: row}."""
   shift = 2**k
   return {
     t: row + gate(t, k) * v[t - shift] if t - shift in v else row
     for t, row in v.items()
-    if is_whole or t - shift in v
+    if is_single or t - shift in v
   }
 
 
 def _forward(x, gates, one, dtype, options):
   """The levels of one pass on [B, T, H, C, E / C]."""
   plan = _Plan(x.shape, one, options)
-  sides = ("own", "past") if plan.tiles > 1 else ("own",)
+  sides = ("tile", "past") if plan.tiles > 1 else ("tile",)
   kernel, inputs = partial(_forward_kernel, sides=sides), plan.rows(x, sides)
-  out = jax.ShapeDtypeStruct(plan.shape, dtype), plan.rows_spec("own")
+  out = jax.ShapeDtypeStruct(plan.shape, dtype), plan.rows_spec("tile")
   return plan.call(kernel, inputs + plan.gates(gates, sides), *out).reshape(x.shape)
 
 
@@ -365,9 +336,9 @@ def _backward(x, g, gates, one, dtype, options):
   """
   plan = _Plan(x.shape, one, options)
   if plan.tiles > 1:
-    sides = ("own", "past"), ("own", "future"), ("own", "past", "future")
+    sides = ("tile", "past"), ("tile", "future"), ("tile", "past", "future")
   else:
-    sides = ("own",), ("own",), ("own",)
+    sides = ("tile",), ("tile",), ("tile",)
   dc_shape = (plan.grid[0], *plan.shape[:3], one.levels)
   dc_spec = pl.BlockSpec(
     (None, None, one.rows, None, one.levels), lambda e, g, i, b: (e, b, i, g, 0)
@@ -376,7 +347,7 @@ def _backward(x, g, gates, one, dtype, options):
     partial(_backward_kernel, sides=sides),
     plan.rows(x, sides[0]) + plan.rows(g, sides[1]) + plan.gates(gates, sides[2]),
     [jax.ShapeDtypeStruct(plan.shape, dtype), jax.ShapeDtypeStruct(dc_shape, jnp.float32)],
-    [plan.rows_spec("own"), dc_spec],
+    [plan.rows_spec("tile"), dc_spec],
   )
   return dx.reshape(x.shape), dc.sum(axis=0).reshape(*gates.shape[:3], one.levels)
 
@@ -386,10 +357,10 @@ def _backward_kernel(plan, *refs, sides):
   refs = iter(refs)
   x_refs, g_refs, gate_refs = ({side: next(refs) for side in group} for group in sides)
   gate = plan.reader(gate_refs)
-  is_whole, levels = plan.tiles == 1, plan.one.levels
+  is_single, levels = plan.tiles == 1, plan.one.levels
   v = [plan.read(x_refs)]
   for k in range(levels - 1):
-    v.append(_next_level(v[k], gate, k, is_whole))
+    v.append(_next_level(v[k], gate, k, is_single))
   g = plan.read(g_refs)
   for k in reversed(range(levels)):
     shift = 2**k
@@ -401,7 +372,7 @@ def _backward_kernel(plan, *refs, sides):
     g = {
       t: row + gate(t + shift, k) * g[t + shift] if t + shift in g else row
       for t, row in g.items()
-      if is_whole or t + shift in g
+      if is_single or t + shift in g
     }
   for t in range(plan.one.rows):
     dx_ref[t] = g[t].astype(dx_ref.dtype)

@@ -1,8 +1,8 @@
 """The Pallas kernels of shift-and-sum against Alg. 1, interpreted, and their lowering.
 
-The suite runs on a CPU; on a GPU or a TPU, which compiles the kernels,
+The suite runs on a CPU; on a GPU, which compiles the kernels,
 
-  pytest --noconftest -n 0 tests/ops/test_pallas_shift_and_sum.py
+  pytest --noconftest -n 0 tests/ops/test_shift_and_sum_gpu.py
 """
 
 import functools
@@ -12,31 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops import shift_and_sum_pallas as pallas
-from dpjax.ops import shift_and_sum_tpu as tpu
-from dpjax.ops.shift_and_sum import shift_and_sum
-from dpjax.training import sharding
+from dpjax.ops import shift_and_sum, shift_and_sum_gpu
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)
 LOOP = functools.partial(shift_and_sum, implementation="loop")
 # JAX 0.11 and 0.12 still have the backend, and say that a later one will not.
 OLD_BACKEND = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-ON_AN_ACCELERATOR = pytest.mark.skipif(
-  jax.default_backend() not in ("gpu", "tpu"), reason="compiles the kernels for a device"
-)
-CUSTOM_CALLS = {"gpu": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="compiles for a GPU")
+CUSTOM_CALL = "__gpu$xla.gpu.triton"
 
 
 def kernels(values, gates, level_keep=None, **options):
-  return pallas.shift_and_sum(values, gates, level_keep, **options)
+  return shift_and_sum_gpu.shift_and_sum(values, gates, level_keep, **options)
 
 
 @functools.cache
-def small(platform="gpu", tile=8, backward_tile=4):
+def small(tile=8, backward_tile=4):
   """Interpreted, on tiles so small that a short sequence takes several passes."""
-  return functools.partial(
-    kernels, interpret=True, platform=platform, tile=tile, backward_tile=backward_tile
-  )
+  return functools.partial(kernels, interpret=True, tile=tile, backward_tile=backward_tile)
 
 
 def draw(batch, length, heads, features, levels, dtype=jnp.float32):
@@ -84,54 +77,8 @@ SHAPE = (2, 13, 3, 5, 4)
 )
 def test_equals_the_algorithm(shape, tile, backward_tile):
   arrays = draw(*shape)
-  operator = small("gpu", tile, backward_tile)
+  operator = small(tile, backward_tile)
   assert_close(run(operator, *arrays), run(LOOP, *arrays))
-
-
-@pytest.mark.parametrize(
-  "shape",
-  [
-    (2, 11, 3, 5, 4),  # One tile of 16 rows, padded.
-    pytest.param((1, 600, 2, 130, 10), marks=pytest.mark.slow),  # Three tiles, two blocks.
-    pytest.param((2, 256, 1, 20, 3), marks=pytest.mark.slow),  # Levels that stay in their tile.
-  ],
-  ids=str,
-)
-def test_the_kernels_of_a_tpu_equal_the_algorithm(shape):
-  values, gates, weights = draw(*shape)
-  arrays = values, 0.5 * gates, weights
-  assert_close(run(small("tpu"), *arrays), run(LOOP, *arrays), rtol=1e-5, atol=5e-5)
-
-
-@pytest.mark.parametrize(
-  "shape, rows, part",
-  [((2, 37, 3, 5, 6), 8, 16), ((2, 70, 2, 3, 7), 4, 12), ((2, 45, 3, 5, 3), 8, 16)],
-  ids=["three parts", "parts of parts", "one visit"],
-)
-def test_parts_of_a_long_sequence_equal_the_algorithm(shape, rows, part, monkeypatch):
-  monkeypatch.setattr(tpu, "_ROWS", rows)
-  monkeypatch.setattr(tpu, "_PART", part)
-
-  def in_parts(values, gates, level_keep=None):
-    is_short = gates.shape[1] <= rows + part
-    return LOOP(values, gates) if is_short else tpu.in_parts(in_parts, values, gates)
-
-  arrays = draw(*shape)
-  assert_close(run(in_parts, *arrays), run(LOOP, *arrays))
-  in_bfloat16 = (arrays[0].astype(jnp.bfloat16), arrays[1])
-  # Rounded once, at the end.
-  once = LOOP(*in_bfloat16).astype(jnp.float32)
-  np.testing.assert_allclose(in_parts(*in_bfloat16).astype(jnp.float32), once, rtol=2**-7)
-
-
-def test_a_sequence_that_a_tpu_cannot_hold_takes_two_visits_or_is_for_xla():
-  values, gates, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in draw(1, 5000, 1, 3, 13))
-  with pytest.raises(ValueError, match="values: expected positions that fit .* got 5000"):
-    jax.eval_shape(small("tpu"), values, gates)
-  device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-  with jax.sharding.use_abstract_mesh(mesh):
-    assert jax.eval_shape(small("tpu"), values, gates).shape == values.shape
 
 
 @pytest.mark.slow
@@ -153,38 +100,24 @@ def test_keeps_no_level_for_the_backward_pass():
   assert sizes == sorted([values.size, gates.size])
 
 
-def lower(platform, shape, dtype):
-  """The text for a platform that need not be there: forward, and with gradients."""
-  arrays = [jax.ShapeDtypeStruct(s, dtype) for s in (shape[:4], (*shape[:3], shape[4]), shape[:4])]
-  operator = functools.partial(kernels, interpret=False, platform=platform, tile=8, backward_tile=4)
-  platforms = {"gpu": ("cuda",), "tpu": ("tpu",)}[platform]
-  # From JAX 0.11 on, Triton's lowering asks for the kind of GPU.
+@OLD_BACKEND
+def test_lowers_without_the_device():
+  """Two passes of three levels; backward, all but one of three again, and three."""
+  shapes = (2, 37, 3, 20), (2, 37, 3, 6), (2, 37, 3, 20)
+  arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+  operator = functools.partial(kernels, interpret=False, tile=8, backward_tile=4)
+  # From JAX 0.11 on, Triton's lowering asks for the type of the GPU.
   device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
-    forward = jax.jit(operator).trace(*arrays[:2])
-    both = run.trace(operator, *arrays)
-    return [x.lower(lowering_platforms=platforms).as_text() for x in (forward, both)]
-
-
-@OLD_BACKEND
-@pytest.mark.parametrize(
-  "platform, shape, dtype, calls",
-  [
-    # Two passes of three levels; backward, all but one of three again, and three.
-    ("gpu", (2, 37, 3, 20, 6), jnp.bfloat16, (2, 2 + 2 + 3)),
-    ("tpu", (1, 600, 2, 130, 10), jnp.float32, (1, 1 + 1)),
-  ],
-  ids=str,
-)
-def test_lowers_without_the_device(platform, shape, dtype, calls):
-  texts = lower(platform, shape, dtype)
-  assert tuple(text.count(CUSTOM_CALLS[platform]) for text in texts) == calls
+    traced = jax.jit(operator).trace(*arrays[:2]), run.trace(operator, *arrays)
+    texts = [x.lower(lowering_platforms=("cuda",)).as_text() for x in traced]
+  assert [text.count(CUSTOM_CALL) for text in texts] == [2, 2 + 2 + 3]
   # Kernels are where the levels are: nothing else runs over the values.
   assert "stablehlo.while" not in texts[1] and "stablehlo.case" not in texts[1]
 
 
-@ON_AN_ACCELERATOR
+@ON_GPU
 @OLD_BACKEND
 @pytest.mark.parametrize(
   "shape", [(2, 512, 3, 20, 9), (1, 4096, 1, 480, 12), (2, 1000, 1, 160, 10)], ids=str
@@ -193,32 +126,16 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
   values, gates, weights = draw(*shape)
   arrays = values, 0.3 * gates, weights
   compiled = run.lower(kernels, *arrays).compile()
-  assert CUSTOM_CALLS[jax.default_backend()] in compiled.as_text()
+  assert CUSTOM_CALL in compiled.as_text()
   for a, b in zip(compiled(*arrays), run(LOOP, *arrays), strict=True):
     scale = float(jnp.abs(b).max())
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_rows_of_a_run_are_on_several_tpus():
-  values, gates, weights = draw(8, 13, 2, 3, 4)
-  mesh = sharding.make_mesh()
-  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(sharding.AXIS))
-
-  @jax.jit
-  def of_run(*arrays):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return run(small("tpu"), *arrays)
-
-  arrays = jax.device_put((values, gates, weights), rows)
-  compiled = of_run.lower(*arrays).compile()
-  assert "all-gather" not in compiled.as_text()
-  assert_close(compiled(*arrays), run(LOOP, values, gates, weights), rtol=1e-5, atol=5e-5)
-
-
-@pytest.mark.parametrize("kind", ["vmap", "auto", "explicit"])
-def test_rows_are_mapped_or_on_several_devices(kind):
+@pytest.mark.parametrize("axes", ["vmap", "auto", "explicit"])
+def test_rows_are_mapped_or_on_several_devices(axes):
   draw = np.random.default_rng(0).standard_normal
-  values, gates = (jnp.asarray(draw((8, 13, 2, size)), jnp.float32) for size in (3, 4))
+  values, gates = (jnp.asarray(draw((8, 5, 2, size)), jnp.float32) for size in (4, 3))
 
   def run(implementation, values, gates):
     def total(values, gates):
@@ -227,19 +144,19 @@ def test_rows_are_mapped_or_on_several_devices(kind):
     return jax.grad(total, (0, 1))(values, gates)
 
   expected = run("unrolled", values, gates)
-  if kind == "vmap":
+  if axes == "vmap":
     mapped = jax.vmap(functools.partial(run, "pallas"), (0, None))(
       jnp.stack([-values, values]), gates
     )
-    found = jax.tree.map(lambda x: x[1], mapped)
+    result = jax.tree.map(lambda x: x[1], mapped)
   else:
-    axis = getattr(jax.sharding.AxisType, kind.title())
+    axis = getattr(jax.sharding.AxisType, axes.title())
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
     placed = jax.device_put((values, gates), rows)
     with jax.set_mesh(mesh):
       compiled = jax.jit(functools.partial(run, "pallas")).lower(*placed).compile()
-    found = compiled(*placed)
-    assert kind == "explicit" or "all-gather" not in compiled.as_text()
-  for ours, theirs in zip(found, expected, strict=True):
+    result = compiled(*placed)
+    assert axes == "explicit" or "all-gather" not in compiled.as_text()
+  for ours, theirs in zip(result, expected, strict=True):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-5)
