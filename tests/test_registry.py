@@ -76,7 +76,7 @@ class RareText(TextBoundaries):
     rare = {x for x in letters if letters.count(x) < self.share * len(letters)}
     return "".join(sorted(rare | {*self.others})).encode()
 
-  def __call__(self, text, tokenizer, fitted):
+  def compute(self, text, tokenizer, fitted):
     assert len(tokenizer.encode(text)) == len(text)
     return np.array([x in fitted.decode() for x in text], int)
 
@@ -127,7 +127,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
 def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
   @dataclasses.dataclass
   class WrongText(TextBoundaries):
-    def __call__(self, text, tokenizer, fitted):
+    def compute(self, text, tokenizer, fitted):
       return np.full(len(text) + (wrong == "shape"), 2 * (wrong == "twos"))
 
   class Wrong(Boundaries):

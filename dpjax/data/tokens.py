@@ -247,7 +247,7 @@ def _learn(
 
 
 def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
-  of_text = None if boundaries is None else functools.partial(boundaries, fitted=learned)
+  of_text = None if boundaries is None else functools.partial(boundaries.compute, fitted=learned)
   return Encoder(tokenizer, of_text)
 
 

@@ -49,10 +49,10 @@ class TextBoundaries:
     return [type(self).__name__, *([x.name, str(getattr(self, x.name))] for x in fields)]
 
   def fit(self, texts: Iterable[str]) -> bytes:
-    """What a call needs from the train split, in parts; stored with the tokens."""
+    """What `compute` needs from the train split, in parts; stored with the tokens."""
     return b""
 
-  def __call__(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
+  def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
     """[N], 0 or 1 for each token of a text.
 
     Args:

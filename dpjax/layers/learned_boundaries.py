@@ -59,7 +59,7 @@ class UnigramText(TextBoundaries):
   def fit(self, texts: Iterable[str]) -> bytes:
     return load_unigram(self.file) if self.file else train_unigram(texts, self.size)
 
-  def __call__(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
+  def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
     return _segmentation(fitted).of_tokens(text, tokenizer)
 
 
