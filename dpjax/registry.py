@@ -264,7 +264,7 @@ mixers = Registry(
     "dispatcher_multihead": f"{_LAYERS}.dispatcher:MultiHeadDispatcher",
     "attention": f"{_LAYERS}.attention:SelfAttention",
     "relative_attention": f"{_LAYERS}.attention:RelativeAttention",
-    "local_attention": f"{_LAYERS}.local_attention:LocalAttention",
+    "local_attention": f"{_LAYERS}.attention:LocalAttention",
     "short_convolution": f"{_LAYERS}.short_convolution:ShortConvolution",
     **{name: f"{_LAYERS}.extractors:{name.upper()}" for name in ("she", "he", "we", "me")},
   },

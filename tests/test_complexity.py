@@ -11,8 +11,7 @@ from dpjax import ops
 from dpjax.analysis import complexity
 from dpjax.analysis.complexity import Counts, count_operations
 from dpjax.layers import dispatcher, extractors
-from dpjax.layers.attention import SelfAttention
-from dpjax.layers.local_attention import LocalAttention
+from dpjax.layers.attention import LocalAttention, SelfAttention
 from dpjax.layers.short_convolution import ShortConvolution
 
 BARE = dict(adjustment=False, output_projection=False)

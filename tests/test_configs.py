@@ -277,7 +277,7 @@ def test_pooling_has_the_papers_settings(kind):
   for stack in (config.model.first, config.model.last):
     assert stack.to_dict() == dict(num_layers=2, mixer=None)
   boundaries = config.model.boundaries.to_dict()
-  assert boundaries.pop("num_capacities", 5) == 5 and not boundaries.pop("rate_schedule", ())
+  assert boundaries.pop("num_capacities", 5) == 5 and not boundaries.pop("target_schedule", ())
   assert boundaries == KINDS[kind]
   config_lib.check(pooling_text8.get_config(f"tiny,{kind}"))
 

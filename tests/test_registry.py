@@ -1,5 +1,6 @@
 """Components bring their own settings, and anybody's are found by name."""
 
+import dataclasses
 import types
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import linen as nn
 import dpjax
 from dpjax import config as config_lib
 from dpjax import registry
-from dpjax.layers.boundaries import Boundaries, BoundaryOutput
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries
 from dpjax.registry import Setting
 from tests import helpers
 
@@ -63,21 +64,32 @@ def test_settings_of_functions_are_their_arguments():
   assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
 
 
-class AfterRare(Boundaries):
-  """A segment ends with a letter that is rare in the train split; no `file`, no `size`."""
+@dataclasses.dataclass
+class RareText(TextBoundaries):
+  """Letters that are rare in the train split."""
 
-  needs_text = True
-  share: float = 0.05
-  others: str = ""
+  share: float
+  others: str
 
-  def learn(self, text):
-    letters = "".join(text)
+  def fit(self, texts):
+    letters = "".join(texts)
     rare = {x for x in letters if letters.count(x) < self.share * len(letters)}
     return "".join(sorted(rare | {*self.others})).encode()
 
-  def of_text(self, text, tokenizer, learned):
+  def compute(self, text, tokenizer, fitted):
     assert len(tokenizer.encode(text)) == len(text)
-    return np.array([x in learned.decode() for x in text], int)
+    return np.array([x in fitted.decode() for x in text], int)
+
+
+class AfterRare(Boundaries):
+  """A segment ends with a letter that is rare in the train split; no `file`, no `size`."""
+
+  share: float = 0.05
+  others: str = ""
+
+  @property
+  def text_boundaries(self):
+    return RareText(self.share, self.others)
 
   def __call__(self, hidden, tokens, **given):
     return BoundaryOutput((tokens % 3 == 0).astype(jnp.int32))
@@ -111,19 +123,18 @@ def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
   assert len([*(tmp_path / "data/tokens").glob("*/data.json")]) == 2
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "shape", "twos"])
+@pytest.mark.parametrize("wrong", ["shape", "twos"])
 def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
-  class Wrong(Boundaries):
-    needs_text = True
-
-    def of_text(self, text, tokenizer, learned):
-      if wrong == "nothing":
-        return super().of_text(text, tokenizer, learned)
+  @dataclasses.dataclass
+  class WrongText(TextBoundaries):
+    def compute(self, text, tokenizer, fitted):
       return np.full(len(text) + (wrong == "shape"), 2 * (wrong == "twos"))
 
+  class Wrong(Boundaries):
+    text_boundaries = WrongText()
+
   config = pooled_by_text(text, Wrong)
-  expected = "a kind with of_text" if wrong == "nothing" else "0 or 1 for each of"
-  with pytest.raises(dpjax.UserError, match=f"^model.boundaries: expected {expected}"):
+  with pytest.raises(dpjax.UserError, match="^model.boundaries: expected 0 or 1 for each of"):
     dpjax.run.tokenize(config, tmp_path / "run")
 
 

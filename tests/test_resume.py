@@ -112,11 +112,11 @@ def test_in_bfloat16_a_stopped_run_ends_like_a_whole_one(text, tmp_path, section
 def test_a_rate_that_falls_is_the_same_after_a_stop(text, tmp_path):
   config = helpers.pooled_config(text, "gumbel", num_steps=6, eval_every_steps=6)
   config.model.mixer = "short_convolution"
-  config.model.boundaries.rate_schedule = (0.9, 5)
+  config.model.boundaries.target_schedule = (0.9, 5)
   losses = {}
   for name, stops in (("whole", ()), ("parts", (2, 3)), ("constant", ())):
     if name == "constant":
-      config.model.boundaries.rate_schedule = ()
+      config.model.boundaries.target_schedule = ()
     for step in stops:
       with pytest.raises(Interrupted, match=f"step {step} of 6"):
         begun = (tmp_path / name / "losses.f32").exists()
@@ -126,8 +126,8 @@ def test_a_rate_that_falls_is_the_same_after_a_stop(text, tmp_path):
     losses[name] = (tmp_path / name / "losses.f32").read_bytes(), run.params
   chex.assert_trees_all_equal(losses["parts"], losses["whole"])
   assert losses["constant"][0] != losses["whole"][0]
-  config.model.boundaries.rate_schedule = (0.8, 5)
-  with pytest.raises(dpjax.UserError, match="rate_schedule: .*0.9, 5.* there, .*0.8, 5"):
+  config.model.boundaries.target_schedule = (0.8, 5)
+  with pytest.raises(dpjax.UserError, match="target_schedule: .*0.9, 5.* there, .*0.8, 5"):
     dpjax.train(config, tmp_path / "whole")
 
 

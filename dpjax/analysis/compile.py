@@ -176,7 +176,7 @@ class _Programs:
       output = model.apply({"params": params}, tokens, deterministic=True, **known)
       return output.logits[:, -1], output.cache
 
-    draws = any(kind.draws_in_evaluation for kind in self._kinds)
+    draws = any(kind.samples_in_eval for kind in self._kinds)
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     noise = jax.ShapeDtypeStruct((rows, length), jnp.float32)
     arguments = _placed((params, cache, tokens, noise), self._one, None)
@@ -189,7 +189,7 @@ class _Programs:
 
     shape = rows, window or self._config.model.max_length
     kinds = dict(tokens="int32", targets="int32", weights="float32")
-    if any(kind.needs_text for kind in self._kinds):
+    if any(kind.text_boundaries for kind in self._kinds):
       kinds["boundaries"] = "int32"
     if self._config.data.documents == "isolated":
       kinds["document_starts"] = "int32"
@@ -203,7 +203,7 @@ class _Programs:
     from dpjax.models import build
 
     shape, kind = batch["tokens"].shape, self._kinds[0]
-    if kind.count_in(np.zeros(shape, np.int32)) is None:
+    if kind.count_segments(np.zeros(shape, np.int32)) is None:
       return None
     return build.capacity_for(kind, shape[1], min(self._segments, shape[1]))
 

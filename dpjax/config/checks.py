@@ -104,7 +104,7 @@ def _check_stage(key: str, stage: Mapping) -> None:
   kind = known.build(stage["boundaries"], f"{key}.boundaries", **given)
   suited = [x for x in known.names() if x == "none" or known.component(x).suits_segments]
   expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
-  is_valid = key == "model" or name in suited and not kind.draws_in_evaluation
+  is_valid = key == "model" or name in suited and not kind.samples_in_eval
   _expect(is_valid, f"{key}.boundaries", expected, name)
   is_pooled = sections.is_pooled(stage)
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}

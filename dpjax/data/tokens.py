@@ -171,7 +171,7 @@ def tokenize(
   elif name not in CHARACTER_KINDS:
     made["vocab_size"] = settings.get("vocab_size", 0)
   if has_boundaries:
-    made["unigram"] = boundaries.text_settings()
+    made["unigram"] = boundaries.key
   folder = Path(folder)
   if shared:
     folder /= (
@@ -241,13 +241,13 @@ def _learn(
     if not isinstance(kind, Tokenizer):
       is_whole = kind in CHARACTER_KINDS or settings.get("file")
       kind = train_tokenizer(kind, text if is_whole else sample, **settings)
-    return kind, b"" if boundaries is None else boundaries.learn(sample)
+    return kind, b"" if boundaries is None else boundaries.fit(sample)
   except ValueError as error:
     raise sample.error or error from error
 
 
 def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
-  of_text = None if boundaries is None else functools.partial(boundaries.of_text, learned=learned)
+  of_text = None if boundaries is None else functools.partial(boundaries.compute, fitted=learned)
   return Encoder(tokenizer, of_text)
 
 

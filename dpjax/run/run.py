@@ -220,8 +220,8 @@ class Run:
       mutable=["intermediates"],
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-    names = [type(mixer).__name__ for mixer in stack.make_mixers()]
-    blocks, matrices = [make(parent=None) for make in stack.make_blocks], []
+    names = [type(mixer).__name__ for mixer in stack.mixers]
+    blocks, matrices = stack.blocks, []
     for i, layer in enumerate(stack.unstack(self.params["layers"]).values()):
       block = blocks[i % len(blocks)]
       x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
@@ -274,7 +274,7 @@ class Run:
     return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)
 
 
-def load(workdir: str | Path, step: int | None = None, *, model: build.Given = None) -> Run:
+def load(workdir: str | Path, step: int | None = None, *, model: build.CustomModel = None) -> Run:
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
   Args:

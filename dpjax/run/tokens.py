@@ -70,8 +70,8 @@ def read_data(config: ConfigDict, folder: Path, **options: bool) -> Tokens:
 
 
 def _text_boundaries(config: ConfigDict) -> Any:
-  """The kind of boundaries, if it needs the text; else None."""
-  return next((kind for kind in build_boundaries(config.model)[:1] if kind.needs_text), None)
+  """What computes boundaries from the text, or None."""
+  return next((x.text_boundaries for x in build_boundaries(config.model)[:1]), None)
 
 
 def _make_again(config: ConfigDict, folder: Path) -> Tokens:
@@ -115,7 +115,7 @@ def _open_ready(config: ConfigDict, own: Tokenizer | None) -> Tokens:
   data, boundaries = config.data, _text_boundaries(config)
   ready = data_tokens.open_tokens(data.path, boundaries=boundaries)
   made = dict(files.load_json(Path(data.path, files.RECORD)).get("made", {}))
-  sizes = made.get("unigram"), boundaries and boundaries.text_settings()
+  sizes = made.get("unigram"), boundaries and boundaries.key
   wanted: dict[str, Any] = {
     "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
   }

@@ -34,7 +34,7 @@ def train(
   config: ConfigDict,
   workdir: str | Path,
   *,
-  model: build.Given = None,
+  model: build.CustomModel = None,
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
@@ -291,7 +291,7 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 def check_frozen(run: Run, key: str = "run") -> None:
   """A `UserError` if a run's own boundaries are drawn in evaluation, or use another model."""
   kinds = build.build_boundaries(run.config.model)
-  if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
+  if any(kind.needs_run or kind.samples_in_eval for kind in kinds):
     raise UserError(
       f"{key}: expected a run whose boundaries are neither drawn in evaluation nor of "
       f"another run, got {run.config.model.boundaries.name} in {run.workdir}"

@@ -331,7 +331,7 @@ def _count_segments(
 def _count_drawn(kind: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
   """The expected boundaries of a draw, and those of rounding, where evaluation rounds."""
   logits_bt = stage.boundary_logits
-  if not kind.takes_noise or kind.draws_in_evaluation or logits_bt is None:
+  if not kind.is_stochastic or kind.samples_in_eval or logits_bt is None:
     return {}
   logits_bt = jnp.where(weights == 0, 0, logits_bt.astype(jnp.float32))
   counts = {"drawn": jax.nn.sigmoid(logits_bt), "rounded": (logits_bt > 0).astype(jnp.float32)}

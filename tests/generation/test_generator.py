@@ -1,9 +1,7 @@
 """Texts of small models that were not trained, within their windows and beyond them."""
 
-import dataclasses
 import functools
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +156,7 @@ def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):
 
 
 WRONG = [
-  (dict(prompts=["abc\u00e4x"]), "prompt: expected what the vocabulary has, got '\u00e4' "),
+  (dict(prompts=["abc\u00e4x"]), "prompt: expected characters of the vocabulary, got '\u00e4' "),
   (dict(prompts=["a" * 12]), r"prompt: expected 1 to 11 tokens .* got 12"),
   (dict(prompts=[]), "prompts: expected at least one text, got"),
   (dict(prompts="abc"), "prompts: expected at least one text, got 'abc'"),
@@ -222,11 +220,8 @@ class Averages(nn.Module):
 def without_cache():
   generator, params = make()
   model = generator._model
-  block = partial(
-    model.layers.make_block.func,
-    **model.layers.make_block.keywords | dict(make_mixer=partial(Averages, WINDOW)),
-  )
-  model = model.clone(layers=dataclasses.replace(model.layers, make_block=block))
+  block = model.layers.block.clone(mixer=Averages(WINDOW))
+  model = model.clone(layers=model.layers.clone(block=block))
   params = model.init(jax.random.key(3), jnp.zeros((1, 3), jnp.int32))["params"]
   params = jax.tree.map(lambda x: 6 * x, params)
   return Generator(generator._settings, generator._sample, model, generator._tokenizer), params

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpjax import registry
-from dpjax.layers import attention, blocks, dispatcher, embeddings, extractors
+from dpjax.layers import attention, block, dispatcher, embeddings, extractors
 from dpjax.models.build import build_model
 from tests import helpers
 
@@ -54,7 +54,7 @@ def test_attention():
 
 
 def test_feed_forward():
-  params = init(blocks.FeedForward(HIDDEN))
+  params = init(block.FeedForward(HIDDEN))
   for name, fan_in in (("hidden", WIDTH), ("out", HIDDEN)):
     is_uniform(params[name]["kernel"], fan_in**-0.5)
     is_uniform(params[name]["bias"], fan_in**-0.5)

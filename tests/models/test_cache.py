@@ -90,8 +90,10 @@ CASES = {
     "steps",
   ),
   "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
+  "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
-DEFAULT = ("modern", "we", "whitespace", "in turn in the middle")
+DEFAULT = ("modern", "we", "whitespace", "routing", "in turn in the middle")
+SEEDS = {"gumbel": 2, "routing": 6}  # of parameters of which nothing is nearly a tie
 BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
@@ -108,8 +110,12 @@ def balance(params, output):
 def test_chunks_are_the_whole(case):
   config, schedule = CASES[case]
   model = dpjax.build_model(config)
-  # Draws of which nothing is nearly a tie.
-  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
+  params = helpers.draw_params(model, SEEDS.get(case, 13), 1 / 2)
+  if case == "routing":
+    for name in ("mixer_norm", "feed_forward_norm"):
+      # Without a direction that all vectors have in common.
+      norm = params["hourglass"]["first"][name]
+      norm["bias"] = jnp.zeros_like(norm["bias"])
   whole = jax.jit(model.apply)
   balance(params, whole({"params": params}, TOKENS))
   expected = whole({"params": params}, TOKENS)
@@ -117,6 +123,8 @@ def test_chunks_are_the_whole(case):
   assert expected.logits.std() > 0.5
   if expected.boundaries is not None:
     assert 0 < np.asarray(expected.boundaries).sum() < 0.7 * TOKENS.size
+  if case == "routing":
+    assert abs(np.asarray(expected.boundary_probabilities) - 0.5).min() > 1e-3
   if case == "whitespace":
     np.testing.assert_array_equal(expected.boundaries, SPACES)
   of_step = model.unstack(params) if case in BY_LAYER else params

@@ -68,6 +68,20 @@ def test_no_capacity_changes_values_or_gradients(mixer):
   assert np.abs(grads["hourglass"]["null_group"]).max() > 1e-3
 
 
+def test_routing_begins_with_cosines_and_without_a_residual():
+  model = make("routing")
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
+  assert params.keys() == {"first", "middle", "last", "boundary_predictor"}
+  predictor, h = model.hourglass.boundary_predictor, jnp.ones((BATCH, LENGTH, WIDTH))
+  output, routing = predictor.init_with_output(jax.random.key(0), h, TOKENS)
+  for name in ("query", "key"):
+    np.testing.assert_array_equal(routing["params"][name], np.eye(WIDTH))
+  options = dict(method="combine")
+  combined, residual = predictor.init_with_output(jax.random.key(0), h, h, output, **options)
+  np.testing.assert_array_equal(combined, h)
+  assert not residual["params"]["residual"]["kernel"].any()
+
+
 @pytest.mark.parametrize("kind", ["gumbel", "routing", "fixed"])
 def test_a_batch_without_rows(kind):
   model = make(kind)

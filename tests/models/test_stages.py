@@ -170,8 +170,9 @@ def test_a_middle_of_its_own_width():
   narrow.middle = None
   plain = dpjax.build_model(narrow)
   own = helpers.draw_params(plain, 3, 1 / 2)["hourglass"]
-  hourglass = plain.make_hourglass(parent=None)
-  same = hourglass.clone(middle_width=WIDTH, make_middle_positions=hourglass.make_positions)
+  hourglass = plain.hourglass
+  shared = hourglass.middle.mixers[0].make_positions()()
+  same = hourglass.clone(middle_width=WIDTH, middle_positions=shared)
   more = own | dict(middle_in=jnp.eye(WIDTH), middle_out=jnp.eye(WIDTH))
   more |= dict(middle_positions=own["relative_positions"])
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")

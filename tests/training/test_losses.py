@@ -349,7 +349,7 @@ def test_an_aim_moves_from_one_value_to_another_by_update(name, field, first, la
     kind = registry.boundaries.build(section, "boundaries", predictor_width=1, **given)
     return jax.jit(losses.Objective([kind]).sums)(output, batch)["boundary_nats"]
 
-  moves = {field: last, "rate_schedule": (first, 8)}
+  moves = {field: last, "target_schedule": (first, 8)}
   for update, aim in ((0, first), (2, first + (last - first) / 4), (8, last), (99, last)):
     found = nats({**batch, "update": jnp.int32(update)}, **moves)
     np.testing.assert_allclose(found, nats(batch, **{field: aim}), rtol=1e-5)
@@ -357,8 +357,8 @@ def test_an_aim_moves_from_one_value_to_another_by_update(name, field, first, la
   np.testing.assert_array_equal(nats(batch, **moves), nats(batch, **{field: last}))
   assert abs(nats(batch, **{field: first}) / nats(batch, **{field: last}) - 1) > 0.01
   for wrong in ((0.4,), (0.4, 0), (0.4, 2.5), ("a", 3), (math.nan, 3), (-1.0, 3)):
-    with pytest.raises(ValueError, match="^boundaries.rate_schedule: expected"):
-      nats(batch, **{field: last, "rate_schedule": wrong})
+    with pytest.raises(ValueError, match="^boundaries.target_schedule: expected"):
+      nats(batch, **{field: last, "target_schedule": wrong})
 
 
 def test_the_nats_of_tokens_behind_boundaries():

@@ -52,15 +52,15 @@ def begin(
   size = min(chunk or length, length)
   count = -(-length // size)
 
-  def read(cache, piece):
-    tokens, begins = piece
+  def read(cache, inputs):
+    tokens, begin_of_chunk = inputs
     # The logits are not used, and so not computed under `jax.jit`.
-    return step(tokens, cache, jnp.clip(lengths - 1 - begins, 0, size))[1], None
+    return step(tokens, cache, jnp.clip(lengths - 1 - begin_of_chunk, 0, size))[1], None
 
   prompt = jnp.pad(prompt, ((0, 0), (0, count * size - length)))
-  pieces = prompt.reshape(batch, count, size).swapaxes(0, 1)
+  chunks = prompt.reshape(batch, count, size).swapaxes(0, 1)
   begins = size * jnp.arange(count, dtype=jnp.int32)
-  cache, _ = jax.lax.scan(read, cache, (pieces, begins))
+  cache, _ = jax.lax.scan(read, cache, (chunks, begins))
   return State(last_b1[:, 0], lengths, cache)
 
 
@@ -71,7 +71,7 @@ def advance(
 
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
-  A row's draws depend only on its key and the place in the row. Returns the state after the new
+  A row's draws depend only on its key and the position in the row. Returns the state after the new
   tokens, and these, [B, num_tokens], int32.
 
   Args:
@@ -97,8 +97,8 @@ class WindowCache(NamedTuple):
   """The last tokens of each row, for a model without a cache."""
 
   tokens: jax.Array  # [B, W], the oldest first, padded at the end
-  known: jax.Array  # [B], the number of tokens without padding
-  num_before: jax.Array  # [B], the place of the first of them in the row
+  count: jax.Array  # [B], the number of tokens without padding
+  num_before: jax.Array  # [B], the position of the first of them in the row
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
@@ -114,27 +114,27 @@ def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> 
   The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
   the tokens 1 2 3 4 one by one, the passes are over [1 . .], [1 2 .], [1 2 3] and [2 3 4].
 
-  `next_logits` maps [B, W] tokens and the place of their first in the row, [B], to [B, W, V]. The
-  cache of the step comes from `init_window`; all logits of a chunk come from one pass.
+  `next_logits` maps [B, W] tokens and the position of their first in the row, [B], to [B, W, V].
+  The cache of the step comes from `init_window`; all logits of a chunk come from one pass.
   """
 
   def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):
     chunk, window = tokens.shape[1], cache.tokens.shape[1]
-    added_b = jnp.full_like(cache.known, chunk) if lengths is None else lengths
-    known_b = jnp.minimum(cache.known + added_b, window)
-    gone_b = cache.known + added_b - known_b
-    place_w = jnp.arange(window, dtype=jnp.int32)
-    place_bw = place_w[None] + gone_b[:, None]
-    old_bw = jnp.take_along_axis(cache.tokens, place_bw.clip(0, window - 1), axis=1)
-    new_place_bw = (place_bw - cache.known[:, None]).clip(0, chunk - 1)
-    new_bw = jnp.take_along_axis(tokens, new_place_bw, axis=1)
-    tokens_bw = jnp.where(place_bw < cache.known[:, None], old_bw, new_bw)
-    # Padding behind the known tokens stays.
-    tokens_bw = jnp.where(place_w[None] < known_b[:, None], tokens_bw, cache.tokens)
-    cache_after = WindowCache(tokens_bw, known_b, cache.num_before + gone_b)
+    num_new_b = jnp.full_like(cache.count, chunk) if lengths is None else lengths
+    count_b = jnp.minimum(cache.count + num_new_b, window)
+    num_dropped_b = cache.count + num_new_b - count_b
+    position_w = jnp.arange(window, dtype=jnp.int32)
+    old_position_bw = position_w[None] + num_dropped_b[:, None]
+    old_bw = jnp.take_along_axis(cache.tokens, old_position_bw.clip(0, window - 1), axis=1)
+    new_position_bw = (old_position_bw - cache.count[:, None]).clip(0, chunk - 1)
+    new_bw = jnp.take_along_axis(tokens, new_position_bw, axis=1)
+    tokens_bw = jnp.where(old_position_bw < cache.count[:, None], old_bw, new_bw)
+    # Padding behind the tokens stays.
+    tokens_bw = jnp.where(position_w[None] < count_b[:, None], tokens_bw, cache.tokens)
+    cache_after = WindowCache(tokens_bw, count_b, cache.num_before + num_dropped_b)
     logits_bwv = next_logits(tokens_bw, cache_after.num_before)
-    of_chunk_bc = (known_b - added_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    logits_bcv = jnp.take_along_axis(logits_bwv, of_chunk_bc.clip(0, window - 1)[..., None], axis=1)
+    read_bc = (count_b - num_new_b)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    logits_bcv = jnp.take_along_axis(logits_bwv, read_bc.clip(0, window - 1)[..., None], axis=1)
     return logits_bcv, cache_after
 
   return step

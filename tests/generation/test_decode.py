@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.generation.loop import advance, begin, init_window, sliding_window
+from dpjax.generation.decode import advance, begin, init_window, sliding_window
 
 VOCAB = 13
 
