@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from dpjax.text.cleaning import clean as clean
   from dpjax.text.streaming import TextStream as TextStream
   from dpjax.text.subwords import BytePairs as BytePairs
   from dpjax.text.subwords import SentencePiece as SentencePiece
