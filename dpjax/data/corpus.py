@@ -30,7 +30,7 @@ from dpjax.data.mixture import parse
 from dpjax.data.remote import Files, Source
 from dpjax.errors import UserError, unknown
 from dpjax.registry import load_plugins
-from dpjax.text.tokenizer import is_clean_cut
+from dpjax.text.tokenizer import rate_cut
 
 SPLITS = ("train", "valid", "test")
 CHUNK_BYTES = 2**20
@@ -45,7 +45,7 @@ class Text:
     "one\n--\ntwo\n", marks "^--\n"  ->  the documents "one\n--\n" and "two\n"
 
   A part is a document, or a chunk of about 1 MiB of a text or of a long document. A chunk ends with
-  a line, where a cut does not change the subwords (`dpjax.text.tokenizer.is_clean_cut`); within
+  a line, where a cut does not change the subwords (`dpjax.text.tokenizer.rate_cut`); within
   longer lines before a space, and without spaces between any two characters. Joined, the parts are
   the exact text. Iteration raises a `UserError` that names the first byte that is not UTF-8.
 
@@ -123,15 +123,14 @@ class Text:
 
 def _cut(content: bytes) -> int:
   """Where the first chunk of a text ends, given it and eight bytes more."""
-  last = end = content.rfind(b"\n", 0, CHUNK_BYTES) + 1
-  while end:
+  ends: dict[int, int] = {}  # the last line end by how good a cut it is
+  end = CHUNK_BYTES + 1
+  while 2 not in ends and (end := content.rfind(b"\n", 0, end - 1) + 1):
     # Two characters have up to eight bytes, of which some may be of a third.
     before, after = content[max(0, end - 8) : end], content[end : end + 8]
-    if is_clean_cut(before.decode(errors="ignore"), after.decode(errors="ignore")):
-      return end
-    end = content.rfind(b"\n", 0, end - 1) + 1
+    ends.setdefault(rate_cut(before.decode(errors="ignore"), after.decode(errors="ignore")), end)
   space = content.rfind(b" ", 1, CHUNK_BYTES)
-  return last or (space if space > 0 else _character_begin(content, CHUNK_BYTES))
+  return ends[max(ends)] if ends else space if space > 0 else _character_begin(content, CHUNK_BYTES)
 
 
 def _character_begin(content: bytes | mmap.mmap, offset: int) -> int:

@@ -21,7 +21,7 @@ from dpjax.data import readers, remote
 from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import Files
 from dpjax.errors import UserError
-from dpjax.text.subwords import BytePairs
+from dpjax.text.pieces import BytePairs
 from dpjax_papers import corpora
 from dpjax_papers.cleaning import clean
 from tests import helpers
