@@ -129,7 +129,7 @@ def _map_characters(text: str, language: Language) -> str:
   text = unicodedata.normalize("NFKC" if language.folds else "NFC", _MARKER.sub("\n", text))
   table = _Table(language)
   if language.alphabet.isascii():
-    # Of ASCII alone, the next line is twenty times as fast.
+    # For pure ASCII, the next line is twenty times as fast.
     text = _FOREIGN.sub(lambda match: match[0].translate(table), text)
   text = text.translate(table)
   for digit, name in enumerate(language.digits):
@@ -138,7 +138,7 @@ def _map_characters(text: str, language: Language) -> str:
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
-  """Cuts a text again, at places where steps 1 to 3 treat the parts like the whole."""
+  """Cuts a text again, where steps 1 to 3 treat the parts like the full text."""
   buffer, size, enough = [], 0, _BLOCK
   for chunk in chunks:
     for begin in range(0, len(chunk), _BLOCK):

@@ -277,29 +277,23 @@ def _open(name: str, path: str | Path, options: _Options) -> tuple[Corpus, set[s
 
 def _open_path(path: Path, options: _Options) -> Corpus:
   """The text of a file, a pattern or a folder; `about` identifies its files."""
-  folder, field = options.files.texts, options.text_field
+  texts, about = {}, {"files": []}
   try:
-    are_documents = False
-    if path.is_dir():
-      by_split = {split: _find_split(path, split, folder) for split in SPLITS}
-      if any(by_split.values()) or not (paths := _text_files(path, folder)):
-        return _open_splits(path, by_split, options)
-      are_documents = True
-    else:
-      paths = [path]
-      if not path.exists() and glob.has_magic(str(path)):
-        paths = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
-        if not paths:
-          raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
-    text, about = _open_files(paths, folder, field, are_documents=are_documents)
-    about["split_fractions"] = list(options.split_fractions)
-    name = path.name if are_documents else _corpus_name(paths)
-    return Corpus(name, cut_splits(text, options.split_fractions, str(path)), about)
+    by_split = _find_files(path, options.files.texts)
+    for split, paths in by_split.items():
+      are_documents = path.is_dir() and (not split or paths[0].parent != path)
+      texts[split], each = _open_files(paths, options, are_documents=are_documents)
+      about["files"] += each.pop("files")
+      about |= each
   except OSError as error:
     raise UserError(
       f"data.path: expected a readable text file or folder, got "
       f"{error.filename or path} ({error.strerror})"
     ) from error
+  if "" in texts:
+    about["split_fractions"] = list(options.split_fractions)
+    texts = cut_splits(texts[""], options.split_fractions, str(path))
+  return Corpus(path.name if path.is_dir() else _corpus_name(by_split[""]), texts, about)
 
 
 def _corpus_name(paths: Sequence[Path]) -> str:
@@ -309,36 +303,32 @@ def _corpus_name(paths: Sequence[Path]) -> str:
   return Path(paths[0].stem).stem if readers.is_compressed(paths[0]) else paths[0].stem
 
 
-def _open_splits(
-  folder: Path, by_split: Mapping[str, Sequence[Path] | None], options: _Options
-) -> Corpus:
-  """The splits in a folder, each a file or a folder of documents."""
-  splits, about = {}, {"files": []}
-  for split, paths in by_split.items():
-    if paths is None:
-      names = [f"{split}.txt"] + ["validation.txt"] * (split == "valid")
+def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
+  """The files of each split, or, with the key "", those of one text, which is to be cut."""
+  if not path.is_dir():
+    paths = [path]
+    if not path.exists() and glob.has_magic(str(path)):
+      paths = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
+      if not paths:
+        raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
+    return {"": paths}
+  by_split = {}
+  for split in SPLITS:
+    if file := readers.find_split(path, split, (".txt", *readers.RECORDS)):
+      by_split[split] = [file]
+    elif folder := next((path / x for x in readers.stems(split) if (path / x).is_dir()), None):
+      if not (paths := _text_files(folder, texts)):
+        raise UserError(f"data.path: expected .txt files, each a document, got none in {folder}")
+      by_split[split] = paths
+  if not by_split and (paths := _text_files(path, texts)):
+    return {"": paths}
+  for split in SPLITS:
+    if split not in by_split:
       raise UserError(
-        f"data.path: expected {' or '.join(names)} in the folder, or as .jsonl or .parquet, "
-        f"compressed, or a folder of documents, got {folder} without"
+        f"data.path: expected {' or '.join(f'{x}.txt' for x in readers.stems(split))} in the "
+        f"folder, or as .jsonl or .parquet, or a folder of documents, got {path} without"
       )
-    if not paths:
-      got = f"got none in {folder / split}"
-      raise UserError(f"data.path: expected .txt files, each a document, {got}")
-    are_documents = paths[0].parent != folder
-    splits[split], each = _open_files(
-      paths, options.files.texts, options.text_field, are_documents=are_documents
-    )
-    about["files"] += each.pop("files")
-    about |= each
-  return Corpus(folder.name, splits, about)
-
-
-def _find_split(folder: Path, split: str, texts: Path) -> Sequence[Path] | None:
-  """The file of a split, or those of its folder of documents; None if there is neither."""
-  if path := readers.find_split(folder, split, (".txt", *readers.RECORDS)):
-    return [path]
-  folders = (folder / stem for stem in readers.stems(split))
-  return next((_text_files(each, texts) for each in folders if each.is_dir()), None)
+  return by_split
 
 
 def _text_files(folder: Path, texts: Path) -> list[Path]:
@@ -349,36 +339,41 @@ def _text_files(folder: Path, texts: Path) -> list[Path]:
 
 
 def _open_files(
-  paths: Sequence[Path], folder: Path, field: str, *, are_documents: bool
+  paths: Sequence[Path], options: _Options, *, are_documents: bool
 ) -> tuple[Text, dict[str, Any]]:
-  """The text of files, and what identifies it; a text in `folder` unless it is a plain file."""
-  types, is_single = {readers.file_type(path) for path in paths}, len(paths) == 1
-  if len(types) > 1:
-    raise UserError(f"data.path: expected files of one type, got {', '.join(sorted(types))}")
-  ids: list[Any] = []
+  """The text of files, and what identifies it."""
+  (file_type, *others) = sorted({readers.file_type(path) for path in paths})
+  if others:
+    names = ", ".join([file_type, *others])
+    raise UserError(f"data.path: expected files of one type, got {names}")
+  ids = []
   for path in paths:
     if path.stat() and not path.is_file():
       expected = "expected a readable text file or folder"
       raise UserError(f"data.path: {expected}, got {path} (no regular file)")
     ids.append([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns])
-  about: dict[str, Any] = {"files": ids if is_single else [_digest(ids)]}
-  if types == {".txt"} and is_single and not (are_documents or readers.is_compressed(paths[0])):
+  about: dict[str, Any] = {"files": ids if len(ids) == 1 else [_digest(ids)]}
+  read: Callable[[Path], Iterable[str]] = readers.read_blocks
+  if file_type != ".txt":
+    about["text_field"] = options.text_field
+    read = functools.partial(readers.read_records, columns=[options.text_field])
+  elif are_documents:
+    read = _read_document
+  elif len(paths) == 1 and not readers.is_compressed(paths[0]):
     return _open_plain(paths[0]), about
-  if types != {".txt"}:
-    about["text_field"] = field
-    are_documents = True
-
-  def read() -> Iterator[tuple[str, str]]:
-    for path in paths:
-      if types != {".txt"}:
-        texts = readers.read_records(path, [field])
-      else:
-        texts = [readers.read_text(path)] if are_documents else readers.read_blocks(path)
-      yield from (("train", text) for text in texts)
-
+  are_documents |= file_type != ".txt"
   inputs = {**about, "are_documents": are_documents}
-  target = folder / f"{files.short_name(_corpus_name(paths))}_{_digest(inputs)[:8]}"
-  return write_texts(target, inputs, read, are_documents=are_documents)[0]["train"], about
+  name = f"{files.short_name(_corpus_name(paths))}_{_digest(inputs)[:8]}"
+
+  def read_all() -> Iterator[tuple[str, str]]:
+    return (("train", text) for path in paths for text in read(path))
+
+  texts, _ = write_texts(options.files.texts / name, inputs, read_all, are_documents=are_documents)
+  return texts["train"], about
+
+
+def _read_document(path: Path) -> list[str]:
+  return [readers.read_text(path)]
 
 
 def _open_plain(path: Path) -> Text:
@@ -454,42 +449,32 @@ def write_texts(
   """
 
   def build(partial: Path) -> dict[str, Any]:
-    outputs, sums, texts, offsets = {}, {}, {}, {}
+    outputs, offsets = {}, {}
     bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
     with contextlib.ExitStack() as stack, bar:
       for split, piece in read():
         if split not in outputs:
           outputs[split] = stack.enter_context((partial / f"{split}.txt").open("wb"))
-          sums[split], offsets[split] = hashlib.sha256(), array("q")
-          texts[split] = {"bytes": 0, "characters": 0}
+          offsets[split] = array("q")
         if are_documents and piece:
-          offsets[split].append(texts[split]["bytes"])
+          offsets[split].append(outputs[split].tell())
           piece += "" if piece.endswith("\n") else "\n"
-        bar.update(outputs[split].write(content := piece.encode()))
-        sums[split].update(content)
-        texts[split]["bytes"] += len(content)
-        texts[split]["characters"] += len(piece)
-      for split in offsets if are_documents else ():
-        outputs[f"{split}.offsets"] = file = stack.enter_context(
-          (partial / f"{split}.offsets.npy").open("wb")
-        )
-        np.save(file, np.array(offsets[split], np.int64))
+        bar.update(outputs[split].write(piece.encode()))
       files.sync(*outputs.values())
-    empty = [split for split in texts if not texts[split]["bytes"]]
+    for split in offsets if are_documents else ():
+      np.save(partial / f"{split}.offsets.npy", np.array(offsets[split], np.int64))
+    texts = {split: partial / f"{split}.txt" for split in outputs}
+    empty = [split for split, path in texts.items() if not path.stat().st_size]
     if empty or "train" not in texts:
       raise UserError(f"{folder.name}: expected text in the split {(empty or SPLITS)[0]}, got none")
-    return {"texts": {x: {**texts[x], "sha256": sums[x].hexdigest()} for x in texts}}
+    sums = {x: {"bytes": y.stat().st_size, "sha256": files.checksum(y)} for x, y in texts.items()}
+    return {"texts": sums}
 
   texts = files.build_once(folder, inputs, build)["texts"]
-  splits = {
-    x: Text(
-      folder / f"{x}.txt",
-      *(0, texts[x]["bytes"]),
-      folder / f"{x}.offsets.npy" if are_documents else None,
-    )
-    for x in SPLITS
-    if x in texts
-  }
+  splits = {}
+  for split in (x for x in SPLITS if x in texts):
+    offsets = folder / f"{split}.offsets.npy" if are_documents else None
+    splits[split] = Text(folder / f"{split}.txt", 0, texts[split]["bytes"], offsets)
   return splits, texts
 
 
@@ -552,8 +537,7 @@ def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
   come first.
   """
   folder = all_files.manual_dir / name
-  found = {split: readers.find_split(folder, split) for split in SPLITS}
-  paths = {split: path for split, path in found.items() if path}
+  paths = {x: path for x in SPLITS if (path := readers.find_split(folder, x))}
   if not paths:
     return find_source(name).read(all_files)
   if missing := [f"{split}.txt" for split in SPLITS if split not in paths]:

@@ -82,14 +82,14 @@ class Tokens:
 
   Attributes:
     name: the name of the corpus.
-    tokenizer: the one that made its tokens.
+    tokenizer: the one that encoded it.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word. Of a mixture also
       "sources", the tokens of each source, which follow each other.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
-    learned: what their kind learned from the train split, b"" if nothing.
-    kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
+    learned: what was fitted to the train split for them, b"" if nothing.
+    kind: None, or the `dpjax.layers.Boundaries` that they are of, for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
     documents: None, or for each split the first tokens of documents, int64, increasing from 0.
@@ -113,7 +113,7 @@ class Tokens:
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, all by default, that were not used before.
+    """Reads splits to their ends, all by default, if they were not used before.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
@@ -295,9 +295,9 @@ def tokenize(
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
     folder: receives the files.
-    kind: the kind of the tokenizer, or the tokenizer itself.
+    kind: the name of the tokenizer, or the tokenizer itself.
     shared: whether to write into a subfolder of `folder`, named after its content.
-    boundaries: None, or a kind of boundaries that needs the text, such as
+    boundaries: None, or boundaries that need the text, such as
       `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
     **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
@@ -331,7 +331,6 @@ def tokenize(
       f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
     )
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
-
   inputs = json.loads(json.dumps(inputs))
   shards = folder.with_name(f"{folder.name}.shards")
 
@@ -463,8 +462,8 @@ def open_tokens(
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
-    boundaries: None, or the kind that `tokenize` was given, for other texts.
-    is_checked: whether the files were checked just now, so that first use reads none whole.
+    boundaries: None, or those that `tokenize` was called with, for other texts.
+    is_checked: whether the files were checked just now, so that first use does not read them.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.
