@@ -87,11 +87,10 @@ class Text:
     """Yields `begin`, and where documents begin after the matches of `marks`."""
     if self.marks:
       yield self.begin
-      with _mapped(self.path) as content:
-        pattern = re.compile(self.marks.encode(), re.M)
-        matches = pattern.finditer(content, self.begin, self.end)
-        # An empty match at the beginning begins no second document.
-        yield from (x.end() for x in matches if self.begin < x.end() < self.end)
+      pattern = re.compile(self.marks.encode(), re.M)
+      matches = pattern.finditer(_map(self.path), self.begin, self.end)
+      # An empty match at the beginning begins no second document.
+      yield from (x.end() for x in matches if self.begin < x.end() < self.end)
 
   def chunks(self) -> Iterator[list[tuple[str, bool]]]:
     """Yields lists of pairs, about 1 MiB each: a part, and whether a document begins with it."""
@@ -404,9 +403,9 @@ def cut_splits(text: Text, fractions: Sequence[float], source: str) -> dict[str,
     first = min(max(first, 1), second - 1) if shares[1] else second
     cuts = [int(x) for x in np.append(starts, [size] * 2)[[first, second]]]
   else:
-    with _mapped(text.path) as content:
-      first = _line_end(content, 0, size - valid - test)
-      second = _line_end(content, first, size - test) if valid else first
+    content = _map(text.path)
+    first = _line_end(content, 0, size - valid - test)
+    second = _line_end(content, first, size - test) if valid else first
     cuts = first, second if test else size
   edges = itertools.pairwise((text.begin, *cuts, size))
   splits = {
@@ -424,14 +423,10 @@ def _line_end(content: mmap.mmap, begin: int, end: int) -> int:
   return content.rfind(b"\n", (begin + end) // 2, end) + 1 or _character_begin(content, end)
 
 
-@contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def _map(path: Path) -> mmap.mmap:
   """The content of a file that is not empty."""
-  with (
-    path.open("rb") as file,
-    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-  ):
-    yield content
+  with path.open("rb") as file:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def write_texts(
