@@ -9,6 +9,7 @@ import lzma
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pyarrow as pa
@@ -559,3 +560,10 @@ def test_two_that_begin_at_once_and_never_import_tensorflow(tmp_path):
   # One has made it.
   assert sorted("preparing" in out for out, _ in answers) == [False, True]
   assert all(not err or "waiting for another" in err for _, err in answers)
+
+
+def test_the_wheel_has_the_plugin():
+  project = tomllib.loads((helpers.ROOT / "pyproject.toml").read_text())
+  wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+  plugins = project["project"]["entry-points"]["dpjax.plugins"]
+  assert plugins["papers"] == corpora.__name__ and "dpjax_papers" in wheel["packages"]
