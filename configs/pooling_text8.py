@@ -65,14 +65,9 @@ MIDDLE = {f"middle_{layers}": layers for layers in range(4, 17, 2)}
 
 
 class Text(NamedTuple):
-  """A text's name, what the paper chose for it, and how a sample begins.
-
-  Attributes:
-    language: of one that is to be cleaned; "": it is clean, and all of it is taken.
-  """
+  """A text's name, what the paper chose for it, and how a sample begins."""
 
   name: str
-  language: str = ""
   unigram_size: int = 10_000
   prior: float = 0.2
   prompt: str = "the history of"
@@ -126,10 +121,6 @@ def configure(variant: str, texts: Mapping[str, Text]):
 
   config.data.name = texts[text].name
   config.data.tokenizer = "characters"
-  if texts[text].language:
-    config.data.language = texts[text].language
-    config.data.clean = True
-    config.data.max_characters = (400_000_000, 2_000_000, 2_000_000)
 
   train = config.train
   train.batches = "shuffled_windows"
@@ -161,7 +152,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
 def _make_tiny(config) -> None:
   config_lib.apply_variant(config, "tiny")
   model = config.model
-  config.data.max_characters = (1_000_000, 50_000, 50_000)
+  config.data.name += "_tiny"
   config.eval.stride = model.max_length // 4
   if config_lib.is_pooled(model):
     model.first.num_layers = model.last.num_layers = 1

@@ -53,8 +53,8 @@ _MINUTES = flags.DEFINE_float(
 _DATA = flags.DEFINE_string(
   "data",
   "",
-  "a folder of texts, each a folder or .txt file by its corpus's name (with _LANGUAGE, where it "
-  "has several; the name of a stand-in goes on after that), and of vocabularies in its folder "
+  "a folder of texts, each a folder or .txt file by its corpus's name (the name of a "
+  "stand-in goes on after that), and of vocabularies in its folder "
   "vocabularies; or a folder that --tokenize made; empty: what is missing is downloaded into data/",
 )
 _TOKENIZE = flags.DEFINE_string(
@@ -113,8 +113,8 @@ class _Job(NamedTuple):
     if path is not None:
       config.data.path = str(path.resolve())
       config.data.manual_dir = str(Path(_DATA.value, "vocabularies"))
-      config.data.language = config.data.language if config.data.clean else ""
     config.data.data_dir = str(Path(_RUNS.value, "data"))
+    scales.cut(config, _SCALE.value)
     for row in self.table.rows:
       if row.name == self.row.after:
         config.train.initial_run = str(self._replace(row=row).configure()[1].resolve())

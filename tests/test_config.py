@@ -195,10 +195,6 @@ TOGETHER = [
     "model.boundaries.space_ids: .* = 8, got",
   ),
   ({"data.documents": "isolated"}, {"eval.max_tokens": 50}, "eval.max_tokens: .* 0 .*, got 50"),
-  ({}, {"data.clean": True}, "data.language: expected the language"),
-  ({}, {"data.path": "a.txt", "data.language": "fi"}, "data.language: expected '' with a data.p"),
-  ({}, {"data.max_characters": (1, 2)}, "data.max_characters: expected three integers"),
-  ({}, {"data.max_characters": (1, -2, 0)}, "data.max_characters: expected three integers"),
   ({}, {"train.num_steps": 5}, "train.num_steps, train.num_epochs: .* 5 steps and 60.0 epochs"),
   ({}, {"train.eval_every_epochs": 0.0}, "train.eval_every_steps, .* 0 steps and 0.0 epochs"),
 ]

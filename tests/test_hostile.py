@@ -24,7 +24,7 @@ SETTINGS = helpers.cases(r"""
   model.widht=3 | expected a known setting, .* nearest known is model.width
   model.width=a | --config.model.width=a
   train.learning_rate=fast | learning_rate
-  data.max_characters=(1,2.5,3) | expected
+  data.split_fractions=(1,2.5,3) | expected
   # Components.
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.first.mixer=he | expected

@@ -19,7 +19,7 @@ from dpjax.models import build
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import training
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import Bytes
+from dpjax.text.characters import Bytes
 from dpjax.training import loop
 from tests import helpers
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax.data.text import load_corpus
+from dpjax.data.corpus import load_corpus
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -22,7 +22,7 @@ import numpy as np
 
 from dpjax.analysis import plots, style
 from dpjax.errors import UserError
-from dpjax.text.streaming import TextStream
+from dpjax.text.tokenizer import TextStream
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure

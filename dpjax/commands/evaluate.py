@@ -17,7 +17,7 @@ from absl import flags
 
 from dpjax import files
 from dpjax.commands import flags as command_line
-from dpjax.data.sources import reading
+from dpjax.data import readers
 from dpjax.errors import UserError
 
 
@@ -85,7 +85,7 @@ def _evaluate(given) -> None:
 
 
 def _read(path: str) -> str:
-  if text := reading.read_text(path, "--text"):
+  if text := readers.read_text(path, "--text"):
     return text
   raise UserError(f"--text: expected a text, got the empty file {path}")
 

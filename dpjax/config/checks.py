@@ -161,19 +161,10 @@ def _check_training(train: ConfigDict) -> None:
 
 
 def _check_data(data: ConfigDict) -> None:
-  fractions, most, language = data.split_fractions, data.max_characters, data.language
+  fractions = data.split_fractions
   is_valid = len(fractions) == 3 and all(type(x) in (int, float) and x > 0 for x in fractions)
   is_valid = is_valid and abs(sum(fractions) - 1) < 1e-6
   _expect(is_valid, "data.split_fractions", "three positive numbers with the sum 1", fractions)
-  is_valid = len(most) == 3 and all(type(x) is int and x >= 0 for x in most)
-  _expect(is_valid, "data.max_characters", "three integers of at least 0", most)
-  is_isolated = data.documents == "isolated"
-  expected = "False with data.documents = isolated"
-  _expect(not (is_isolated and data.clean), "data.clean", expected, data.clean)
-  expected = "the language of the text that data.clean is to clean"
-  _expect(language or not data.clean, "data.language", expected, repr(language))
-  expected = "'' with a data.path, unless data.clean is True"
-  _expect(not (language and data.path) or data.clean, "data.language", expected, repr(language))
 
 
 def idle_mixers(model: Mapping) -> dict[str, str]:

@@ -198,13 +198,8 @@ def default() -> ConfigDict:
   # Several corpora: SOURCE=WEIGHT,SOURCE=WEIGHT, with names and paths; wins over data.path. Each
   # has its share of the rows; with train.batches = random_windows.
   data.mixture = ""
-  data.language = ""  # of a corpus that has several, or of the text for data.clean
   data.data_dir = "data"  # the folder of downloads, texts and tokens, shared by all runs
   data.manual_dir = ""  # the folder of files downloaded by hand; "": data_dir/manual
-  # As text8: the language's letters in lower case, digits spelt out; with data.language, and
-  # without data.documents = isolated.
-  data.clean = False
-  data.max_characters = (0, 0, 0)  # of train, valid, test, once clean; 0: all
   # A text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, of
   # documents, or of tokens that were made elsewhere; wins over data.name.
   data.path = ""

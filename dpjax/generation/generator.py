@@ -15,8 +15,7 @@ from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel
 from dpjax.registry import ConfigDict
-from dpjax.text.streaming import TextStream
-from dpjax.text.tokenizer import Tokenizer
+from dpjax.text.tokenizer import TextStream, Tokenizer
 
 # Tokens of a call, by steps and by full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4

@@ -12,8 +12,7 @@ from typing import Any
 
 from dpjax import __version__, files
 from dpjax import config as config_lib
-from dpjax.data import mixture
-from dpjax.data.sources import hub
+from dpjax.data import mixture, remote
 from dpjax.run import numpy_model
 
 _CARD = """# {name}
@@ -157,7 +156,7 @@ def _metadata(run: Any, name: str, license: str, scores: Sequence) -> str:
 
   data, task = run.config.data, "text-generation"
   names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
-  datasets = [hub.parse(name)[0] for name in names if name.startswith(hub.PREFIX)]
+  datasets = [remote.parse_hub(name)[0] for name in names if name.startswith("hf:")]
   corpus = datasets[0] if len(names) == 1 and datasets else run.data.name, run.data.name
   results = [EvalResult(task, *corpus, x, value, dataset_split=y) for y, x, value in scores]
   about = ModelCardData(
@@ -165,7 +164,6 @@ def _metadata(run: Any, name: str, license: str, scores: Sequence) -> str:
     pipeline_tag=task,
     tags=["jax", "flax", *sorted(_components(run.config.model))],
     license=license or None,
-    language=data.language or None,
     datasets=datasets or None,
     metrics=[*dict.fromkeys(score for _, score, _ in scores)] or None,
     model_name=name,

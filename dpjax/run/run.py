@@ -14,8 +14,7 @@ import optax
 from dpjax import config as config_lib
 from dpjax import files, ops
 from dpjax.config import sections
-from dpjax.data.encoding import count_text
-from dpjax.data.tokens import Tokens
+from dpjax.data.tokens import Tokens, count_text
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import files
-from dpjax.data import catalog
+from dpjax.data import remote
 from dpjax.data import tokens as data_tokens
-from dpjax.data.text import load_corpus
+from dpjax.data.corpus import load_corpus
 from dpjax.data.tokens import Tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
@@ -101,7 +101,7 @@ def _tokenize(config: ConfigDict, own: Tokenizer | None = None) -> Tokens:
   if tokenizer is None:
     tokenizer = data.tokenizer
     given |= dict(
-      file=catalog.find_vocabulary(data.tokenizer_file, data.data_dir, data.manual_dir),
+      file=remote.find_vocabulary(data.tokenizer_file, data.data_dir, data.manual_dir),
       vocab_size=data.tokenizer_size,
       lower_text=data.lower_text,
       lower_pieces=data.lower_pieces,
@@ -119,9 +119,6 @@ def _open_ready(config: ConfigDict, own: Tokenizer | None) -> Tokens:
   wanted: dict[str, Any] = {
     "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
   }
-  text, language = made.get("corpus", {}), data.language if data.clean else ""
-  wanted["data.clean, data.language"] = text.get("clean", ""), language
-  wanted["data.max_characters"] = text.get("max_characters", [0] * 3), data.max_characters
   tokenizer = _known_tokenizer(config, own)
   if tokenizer is None:
     wanted |= {

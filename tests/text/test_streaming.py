@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tokenizers as library
 
-from dpjax.text.streaming import TextStream
-from dpjax.text.subwords import BytePairs
+from dpjax.text.pieces import BytePairs
+from dpjax.text.tokenizer import TextStream
 from dpjax.text.tokens import KINDS, train_tokenizer
 from tests import helpers
 from tests.text.test_subwords import FAMILIES, family, train_sentencepiece

@@ -83,7 +83,7 @@ def test_which_ids_hold_their_text(tokenizers, kind):
   # Of the kinds here, "characters" alone has no id for it.
   unseen = tokenizer.encode("the \N{SNOWMAN}")
   assert tokenizer.keeps_text(unseen) == (kind not in ("characters", "wordpiece"))
-  with pytest.raises(UserError, match="^text: expected Unicode .* surrogate at place 4$"):
+  with pytest.raises(UserError, match="^text: expected Unicode .* surrogate at index 4$"):
     tokenizer.encode("the\n\udfff cat")
 
 

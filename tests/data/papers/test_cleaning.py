@@ -9,10 +9,10 @@ import unicodedata
 
 import pytest
 
-from dpjax.text import cleaning
-from dpjax.text.cleaning import LANGUAGES, clean, clean_chunks
+from dpjax_papers import cleaning
+from dpjax_papers.cleaning import LANGUAGES, clean, clean_chunks
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "G_cleaners.json"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "G_cleaners.json"
 ITEMS = json.loads(GOLDEN.read_text(encoding="utf-8"))["items"]
 # Word for word, what the authors' cleaner has and what we have, by number of the item.
 DEPARTURES = {
@@ -175,5 +175,5 @@ def test_text_without_spaces_is_cut_too(text):
 def test_nothing_and_an_unknown_language():
   for text in ("", " ", "\n \n", "\u0434_NEWLINE_!", "\r"):
     assert list(clean_chunks(text, "en")) == []
-  with pytest.raises(ValueError, match="^data.language: expected one of en, fi, he, vi, got fin; "):
+  with pytest.raises(ValueError, match="^language: expected one of en, fi, he, vi, got fin; "):
     clean_chunks("text", "fin")  # before anything is taken of it

@@ -1,11 +1,15 @@
-"""Downloads: complete under their names, checked, or refused in one line."""
+"""Downloads, complete under their names, checked, or refused; TensorFlow Datasets."""
 
 import hashlib
+import re
 
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 
-from dpjax.data.sources import File, Files
+from dpjax.data import readers
+from dpjax.data.corpus import SPLITS, load_corpus
+from dpjax.data.remote import File, Files
 from dpjax.errors import UserError
 
 CONTENT = np.random.default_rng(1).bytes(7919)
@@ -107,3 +111,67 @@ def test_a_full_disk_is_the_folders_error(served, files, monkeypatch):
   files.folder.write_bytes(b"")  # no folder
   with pytest.raises(OSError, match=str(files.folder)):
     get(served, files)
+
+
+class SmallTextForTests(tfds.core.GeneratorBasedBuilder):
+  """A corpus of TensorFlow Datasets, which registers itself."""
+
+  VERSION = tfds.core.Version("1.0.0")
+  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("whole", "train", "image")]
+
+  def _info(self):
+    kinds = {"image": "label"}
+    name = kinds.get(self.builder_config.name, "text")
+    features = tfds.features.FeaturesDict({name: tfds.features.Text()})
+    return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+  def _split_generators(self, dl_manager):
+    splits = ["train", "validation", "test", "unsupervised"]
+    return {split: self._generate_examples(split) for split in splits[: 1 + 3 * self._is_whole]}
+
+  @property
+  def _is_whole(self):
+    return self.builder_config.name == "whole"
+
+  def _generate_examples(self, split):
+    (name,) = self.info.features
+    for i in range(1100 if split == "train" else 3):
+      yield i, {name: f"{split} {i} ä" + "\n" * (i % 2)}
+
+
+def lines(split, numbers):
+  return "".join(f"{split} {i} ä\n" for i in numbers)
+
+
+def test_tensorflow_datasets(tmp_path):
+  pytest.importorskip("array_record")
+  corpus = load_corpus("tfds:small_text_for_tests/whole", data_dir=tmp_path / "data")
+  text = {split: "".join(parts) for split, parts in corpus.splits.items()}
+  assert text == {
+    "train": lines("train", range(1100)),
+    "valid": lines("validation", range(3)),
+    "test": lines("test", range(3)),
+  }
+  text = load_corpus(
+    "tfds:small_text_for_tests/train", split_fractions=(0.7, 0.2, 0.1), data_dir=tmp_path / "data"
+  ).splits
+  parts = ["".join(text[split]) for split in SPLITS]
+  assert "".join(parts) == lines("train", range(1100))
+  assert all(part.endswith("\n") for part in parts)
+  assert len(parts[1]) / len("".join(parts)) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.parametrize(
+  "name, message",
+  [("small_text_for_tests/image", "(KeyError: 'text')"), ("none_of_these", "none_of")],
+)
+def test_what_tensorflow_datasets_cannot_make(tmp_path, name, message):
+  with pytest.raises(UserError, match=f"^data.name: .*{re.escape(message)}.*$") as error:
+    load_corpus(f"tfds:{name}", data_dir=tmp_path)
+  assert "\n" not in str(error.value)
+
+
+def test_a_missing_library_is_named_with_the_command_to_install_it():
+  message = "a_b.c: expected the package a-b .pip install a-b., got: No module named 'a_b'"
+  with pytest.raises(UserError, match=f"^{message}$"):
+    readers.optional("a_b.c", "a-b")

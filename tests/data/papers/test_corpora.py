@@ -1,36 +1,31 @@
-"""Named corpora, end to end, on small files of their real formats."""
+"""The papers' corpora, end to end, on small files of their real formats."""
 
 import csv
 import dataclasses
 import gzip
 import hashlib
 import io
-import itertools
 import lzma
-import re
+import subprocess
+import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tensorflow_datasets as tfds
 
-from dpjax.data import catalog
-from dpjax.data.sources import (
-  Source,
-  cc100,
-  childrens_books,
-  lm1b,
-  openwebtext,
-  reading,
-  text8,
-  wiki40b,
-  wikitext,
-)
-from dpjax.data.text import load_corpus
+from dpjax.commands import data as command
+from dpjax.data import corpus as corpus_lib
+from dpjax.data import readers, remote
+from dpjax.data.corpus import load_corpus
+from dpjax.data.remote import Files
 from dpjax.errors import UserError
-from dpjax.text.subwords import BytePairs
+from dpjax.text.pieces import BytePairs
+from dpjax_papers import corpora
+from dpjax_papers.cleaning import clean
+from tests import helpers
 
 # Blank lines, one without words, and what other readers take for the end of a line.
 LINES = (" = Se\u00f1or = \n", "\n", " \n", " a \r b \u2028 \u05d0\u05d1 \U0001f600 \x85 \n")
@@ -45,19 +40,27 @@ TEXT8 = " ".join(ALPHABET[i % 26 : i % 26 + 1 + i % 7] for i in range(4000))[:18
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-  monkeypatch.setattr(reading, "PIECE", 997)
+def small_blocks(monkeypatch):
+  monkeypatch.setattr(readers, "BLOCK_BYTES", 997)
+  monkeypatch.setattr(corpora, "BLOCK_BYTES", 997)
 
 
 @pytest.fixture
-def read(tmp_path):
-  """Makes a corpus; its splits as text."""
+def files(tmp_path):
+  return Files(tmp_path / "data", tmp_path / "manual")
 
-  def make(name, language="", **settings):
-    corpus = catalog.open_named(name, language, tmp_path / "data", tmp_path / "manual", **settings)
-    return {split: "".join(text) for split, text in corpus.splits.items()}
 
-  return make
+@pytest.fixture
+def read(files):
+  """The text of each split that a corpus has."""
+
+  def read_all(name):
+    texts = {}
+    for split, piece in corpus_lib.read_source(name, files):
+      texts[split] = texts.get(split, "") + piece
+    return texts
+
+  return read_all
 
 
 def give(tmp_path, name, content):
@@ -136,22 +139,22 @@ CASES = {
     zipped(wikitext_members(version)),
     SPLITS,
   )
-  for version in wikitext.ARCHIVES
+  for version in corpora.WIKITEXT
 }
 
 
 def expect(monkeypatch, name, content, address=""):
   """Makes the source expect this archive, perhaps at another address; the file's name."""
   version = name.replace("wikitext", "wikitext-").replace("_", "-")
-  module = {"text8": text8, "lm1b": lm1b}.get(name)
-  file = module.ARCHIVE if module else wikitext.ARCHIVES[version]
+  constant = {"text8": "TEXT8", "lm1b": "LM1B"}.get(name)
+  file = getattr(corpora, constant) if constant else corpora.WIKITEXT[version]
   url = f"{address}/{file.name}" if address else file.url
   digits = hashlib.sha256(content).hexdigest()
   file = dataclasses.replace(file, url=url, checksum=f"sha256:{digits}")
-  if module:
-    monkeypatch.setattr(module, "ARCHIVE", file)
+  if constant:
+    monkeypatch.setattr(corpora, constant, file)
   else:
-    monkeypatch.setitem(wikitext.ARCHIVES, version, file)
+    monkeypatch.setitem(corpora.WIKITEXT, version, file)
   return file.name
 
 
@@ -159,9 +162,7 @@ def expect(monkeypatch, name, content, address=""):
 def test_archives(name, site, read, monkeypatch):
   content, splits = CASES[name]
   site.files[f"/{expect(monkeypatch, name, content, site.url)}"] = content
-  for _ in range(2):  # The second time, the text is there.
-    assert read(name) == splits
-    assert len(site.asked) == 1
+  assert read(name) == splits and len(site.asked) == 1
 
 
 @pytest.mark.parametrize("form", ["./", ""])
@@ -208,7 +209,7 @@ DAMAGED = {
   "wikitext, no valid": (
     "wikitext2",
     zipped(WIKI2 | {"wikitext-2/wiki.valid.tokens": b""}),
-    "wikitext2: expected text in the split valid",
+    "^wikitext2: expected text in the split valid",
   ),
   "lm1b, a shard less": (
     "lm1b",
@@ -219,11 +220,11 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_archive(case, read, tmp_path, monkeypatch):
+def test_damaged_archive(case, tmp_path, monkeypatch):
   name, content, message = DAMAGED[case]
   path = give(tmp_path, expect(monkeypatch, name, content), content)
-  with pytest.raises(UserError, match=f"{path}: .*{message}|^{message}"):
-    read(name)
+  with pytest.raises(UserError, match=message if message[0] == "^" else f"{path}: .*{message}"):
+    load_corpus(name, data_dir=tmp_path / "data", manual_dir=tmp_path / "manual")
   assert not list((tmp_path / "data" / "texts").glob("*.partial"))
 
 
@@ -265,22 +266,18 @@ def test_wiki40b(site, read, as_printed):
   files = {name: parquet([form(x) for x in texts]) for name, texts in WIKI.items()}
   files["test-00000-of-00001.parquet"] = parquet([form("\nit's"), form(quoted)])
   site.publish(REPOSITORY, "fi", files)
-  assert read("wiki40b", "fi") == WIKI_TEXT | {"test": "\nit's" + quoted}
+  assert read("wiki40b_fi_raw") == WIKI_TEXT | {"test": "\nit's" + quoted}
   assert sorted(parquet_names(site)) == sorted(files)  # each file once
 
 
-def test_the_head_of_wiki40b_needs_no_more_files(site, read, monkeypatch):
-  site.publish(REPOSITORY, "en", WIKI_FILES)
-  most = {"train": len(PLAIN[0]) + 1, "valid": 10**6, "test": 1}
-  monkeypatch.setattr(wiki40b, "HEAD_CHARACTERS", most)
-  text = read("wiki40b", "en", is_head=True)
-  assert text == WIKI_TEXT | {"train": PLAIN[0] + PLAIN[1]}  # whole articles
+def test_clean_wiki40b_needs_the_first_files_only(site, read, monkeypatch):
+  site.publish(REPOSITORY, "fi", WIKI_FILES)
+  sizes = {"train": len(PLAIN[0]) + 1, "valid": 10**6, "test": 1}
+  monkeypatch.setattr(corpora, "WIKI40B_HEAD", sizes)
+  expected = {"train": PLAIN[0] + PLAIN[1], "valid": PLAIN[5], "test": PLAIN[6]}
+  assert read("wiki40b_fi") == {split: clean(text, "fi") for split, text in expected.items()}
   assert parquet_names(site) == [name for name in WIKI if "0000-of" in name]
-  assert read("wiki40b", "en") == WIKI_TEXT
-  assert len(parquet_names(site)) == 5
-  # Where all of it is there, the head is not made.
-  monkeypatch.setattr(wiki40b, "HEAD_CHARACTERS", None)
-  assert read("wiki40b", "en", is_head=True) == WIKI_TEXT
+  assert read("wiki40b_fi_raw") == WIKI_TEXT and len(parquet_names(site)) == 5
 
 
 @pytest.mark.parametrize("lacks", [False, True])
@@ -291,7 +288,7 @@ def test_a_copy_of_the_repository_needs_no_list(site, read, tmp_path, lacks):
       give(tmp_path, f"wiki40b/fi/{other}", content)
   if lacks:
     site.publish(REPOSITORY, "fi", WIKI_FILES)
-  assert read("wiki40b", "fi") == WIKI_TEXT
+  assert read("wiki40b_fi_raw") == WIKI_TEXT
   assert parquet_names(site) == [name] * lacks and bool(site.asked) == lacks
 
 
@@ -300,7 +297,7 @@ def test_a_list_that_cannot_be_used(site, read, names):
   if names is not None:
     site.publish(REPOSITORY, "fi", dict.fromkeys(names, b"a"))
   with pytest.raises(UserError, match="hf://datasets/google/wiki40b/fi: expected"):
-    read("wiki40b", "fi")
+    read("wiki40b_fi_raw")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +313,7 @@ def test_a_list_that_cannot_be_used(site, read, names):
 def test_a_damaged_parquet_file(tmp_path, content):
   path = give(tmp_path, "some.parquet", content)
   with pytest.raises(UserError, match="some.parquet: expected a Parquet file"):
-    list(reading.parquet_texts(path))
+    list(readers.read_records(path, ["text"]))
 
 
 @pytest.mark.parametrize("text", ["b'\\n_START_ARTI", "b'\\xff'", "b'' + 1"])
@@ -324,7 +321,7 @@ def test_an_article_that_was_not_printed_bytes(read, tmp_path, text):
   for name in WIKI:
     give(tmp_path, f"wiki40b/he/{name}", parquet([text]))
   with pytest.raises(UserError, match=r"train-00000-of-00003.parquet: expected article"):
-    read("wiki40b", "he")
+    read("wiki40b_he_raw")
 
 
 def test_openwebtext(site, read):
@@ -334,7 +331,7 @@ def test_openwebtext(site, read):
     "train-00000-of-00002.parquet": parquet(documents[:997]),
     "train-00001-of-00002.parquet": parquet(documents[997:]),
   }
-  site.publish(openwebtext.REPOSITORY, "plain_text", files)
+  site.publish(corpora.OPENWEBTEXT, "plain_text", files)
   text, end = read("openwebtext"), "\n<|endoftext|>\n"
   assert text["valid"] == end + "二\n" + end
   assert text["test"] == documents[999] + end + documents[1999] + end
@@ -344,8 +341,8 @@ def test_openwebtext(site, read):
 
 def test_the_mark_between_pages_is_one_token():
   tokenizer = BytePairs.train(["some text of some pages"], 260)
-  ids = tokenizer.encode(f"text\n{openwebtext.SEPARATOR}\nPage")
-  is_mark = ids == tokenizer.encode(openwebtext.SEPARATOR)[0]
+  ids = tokenizer.encode(f"text\n{corpora.END_OF_PAGE}\nPage")
+  is_mark = ids == tokenizer.encode(corpora.END_OF_PAGE)[0]
   assert is_mark.tolist() == [False] * 5 + [True] + [False] * 5
 
 
@@ -355,22 +352,29 @@ DOCUMENTS = [f"Sivu {i}, äö.\n{'päivä ' * (i % 7)}\n\n" for i in range(1, 40
 def test_cc100_takes_the_beginning(site, read, monkeypatch):
   packed = lzma.compress("".join(DOCUMENTS).encode())
   site.files["/fi.txt.xz"] = packed
-  monkeypatch.setattr(cc100, "BASE_URL", site.url)
-  monkeypatch.setattr(cc100, "HEAD_BYTES", len(packed) // 2)
-  text = read("cc100", "fi")
+  monkeypatch.setattr(corpora, "CC100_URL", site.url)
+  monkeypatch.setattr(corpora, "CC100_BYTES", len(packed) // 2)
+  text = read("cc100_fi_raw")
   assert list(text) == ["train"] and site.sent <= len(packed) // 2
   count = text["train"].count("\n\n")
   assert text["train"] == "".join(DOCUMENTS[:count]) and 1000 < count < 3999
 
 
-def test_cc100_in_the_manual_folder(site, read, tmp_path, monkeypatch):
+def test_cc100_in_the_manual_folder(site, read, files, tmp_path, monkeypatch):
   streams = ["".join(DOCUMENTS[:50]), "\n", "".join(DOCUMENTS[50:]) + "no blank line"]
-  for language in ("en", "vi"):
+  for language in ("en", "fi"):
     packed = b"".join(lzma.compress(x.encode()) for x in streams)
     give(tmp_path, f"cc100-{language}.txt.xz", packed)
-  assert read("cc100", "en") == {"train": "".join(streams)}
-  monkeypatch.setattr(cc100, "MAX_CHARACTERS", len("".join(DOCUMENTS[:16])) + 1)
-  assert read("cc100", "vi") == {"train": "".join(DOCUMENTS[:17])}
+  assert read("cc100_en_raw") == {"train": "".join(streams)}
+  # The splits of clean text follow each other.
+  texts = corpora.cc100_documents(files, "fi")
+  parts = {split: "" for split in SPLITS}
+  for split, piece in corpora.cleaned(texts, "fi", (1001, 70, 33)):
+    parts[split] += piece
+  assert [len(part) for part in parts.values()] == [1001, 70, 33]
+  assert clean("".join(DOCUMENTS), "fi").startswith("".join(parts.values()))
+  monkeypatch.setattr(corpora, "CC100_CHARACTERS", len("".join(DOCUMENTS[:16])) + 1)
+  assert read("cc100_fi_raw") == {"train": "".join(DOCUMENTS[:17])}
   assert site.asked == []
 
 
@@ -378,10 +382,16 @@ def test_cc100_in_the_manual_folder(site, read, tmp_path, monkeypatch):
   "content",
   [b"plain text", lzma.compress(b"a\xff\n\nb"), lzma.compress(b"ab\n" * 9)[:-9] + b"\0" * 9],
 )
-def test_a_damaged_xz_file(tmp_path, content):
-  path = give(tmp_path, "en.txt.xz", content)
+def test_a_damaged_xz_file(tmp_path, read, content):
+  give(tmp_path, "cc100-en.txt.xz", content)
   with pytest.raises(UserError, match="en.txt.xz: expected UTF-8 text packed by xz"):
-    list(cc100.read_documents(path))
+    read("cc100_en")
+
+
+def test_tiny_corpora_are_the_first_characters():
+  pieces = [("valid", "abc"), ("train", "defgh"), ("valid", "ij"), ("train", "k"), ("test", "l")]
+  taken = [*corpora.first_characters(iter(pieces + [("valid", "m")]), (4, 4, 1))]
+  assert taken == [("valid", "abc"), ("train", "defg"), ("valid", "i"), ("test", "l")]
 
 
 def gutenberg(body, start="THE PROJECT GUTENBERG EBOOK A BOOK", credits=""):
@@ -406,8 +416,8 @@ BOOKS = {
 def test_childrens_books(site, read, tmp_path, monkeypatch, is_served):
   rows = [f'{i}\t{split}\t"A Book\tSome, One\n' for i, (split, _) in BOOKS.items()]
   (tmp_path / "list.tsv").write_text("id\tsplit\ttitle\tauthor\n" + "".join(rows))
-  monkeypatch.setattr(childrens_books, "BOOKS", tmp_path / "list.tsv")
-  monkeypatch.setattr(childrens_books, "BASE_URL", site.url)
+  monkeypatch.setattr(corpora, "BOOKS", tmp_path / "list.tsv")
+  monkeypatch.setattr(corpora, "GUTENBERG", site.url)
   for i, (_, body) in BOOKS.items():
     if is_served:
       site.files[f"/{i}/pg{i}.txt"] = gutenberg(body)
@@ -422,7 +432,7 @@ def test_childrens_books(site, read, tmp_path, monkeypatch, is_served):
 
 
 def test_the_list_of_childrens_books():
-  with childrens_books.BOOKS.open(encoding="utf-8") as table:
+  with corpora.BOOKS.open(encoding="utf-8") as table:
     rows = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
   numbers = {
     split: [int(row["id"]) for row in rows if row["split"] == split]
@@ -459,7 +469,7 @@ def test_the_list_of_childrens_books():
   ],
 )
 def test_what_is_not_the_books_own_is_cut_off(tmp_path, content):
-  assert childrens_books.read_book(give(tmp_path, "pg7.txt", content)) == "A\n\nB\n"
+  assert corpora.read_book(give(tmp_path, "pg7.txt", content)) == "A\n\nB\n"
 
 
 @pytest.mark.parametrize(
@@ -472,111 +482,88 @@ def test_what_is_not_the_books_own_is_cut_off(tmp_path, content):
 )
 def test_a_file_that_is_no_book(tmp_path, content, expected):
   with pytest.raises(UserError, match=f"pg7.txt: expected a book .*{expected}"):
-    childrens_books.read_book(give(tmp_path, "pg7.txt", content))
+    corpora.read_book(give(tmp_path, "pg7.txt", content))
 
 
-def test_packed_splits_in_the_manual_folder(site, read, tmp_path):
+MARKS = {
+  "childrens_books": ["A\nb\n<|endofbook|>\n", "C <|endofbook|>\n<|endofbook|>\n", "D\n"],
+  "openwebtext": ["A\n\nb\n<|endoftext|>\n", "C\n<|endoftext|>\n"],
+  "wiki40b_fi_raw": [
+    "\n_START_ARTICLE_\nAhti\n_START_PARAGRAPH_\nAhti on",
+    "\n_START_ARTICLE_\nB\n_START_SECTION_\nC",
+  ],
+  "wikitext2": [
+    " \n = Homarus = \n \n It = x = \n \n = = A = = \n \n = 3 \n \n",
+    " = A = B = \n \n c = \n \n",
+    " = C ( D ) = \n \n e \n",
+  ],
+  "cc100_vi_raw": ["a\nb\n\n", "c\n\n", "\nd\ne\n\n"],
+  "lm1b": ["A sentence .\n", "b .\n", "c .\n"],
+}
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_documents(tmp_path, name):
+  folder = tmp_path / "data/manual" / name
+  folder.mkdir(parents=True)
   for split in SPLITS:
-    give(tmp_path, f"wiki40b/fi/{split}.txt.xz", lzma.compress(f"{split} ä\n".encode()))
-  assert read("wiki40b", "fi") == {split: f"{split} ä\n" for split in SPLITS}
-  assert site.asked == []
+    (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
+  corpus = load_corpus(name, documents="isolated", data_dir=tmp_path / "data")
+  assert {x: [*text] for x, text in corpus.splits.items()} == dict.fromkeys(SPLITS, MARKS[name])
+  joined = load_corpus(name, data_dir=tmp_path / "data")
+  marks = corpus_lib.find_source(name).documents
+  assert corpus.about == {**joined.about, "documents": marks}
 
 
-@pytest.mark.parametrize("missing", SPLITS)
-def test_splits_that_lie_ready_are_all_of_them(read, tmp_path, missing):
-  for name in SPLITS.keys() - {missing}:
-    give(tmp_path, f"childrens_books/{name}.txt", b"a")
-  with pytest.raises(UserError, match=f"data.manual_dir: .* without {missing}.txt"):
-    read("childrens_books")
+def test_the_command_lists_all_corpora(capsys):
+  command.main(["list"])
+  blocks = capsys.readouterr().out.strip().split("\n\n")
+  by_name = {block.partition(":")[0]: block for block in blocks}
+  assert by_name.keys() == corpus_lib.SOURCES.keys() >= {"python_manual", "text8", "wiki40b_fi"}
+  assert all("licence" in block for block in blocks)
 
 
-def test_an_own_source(read, tmp_path):
-  def pieces(files, language):
-    text = "".join(reading.text_file(files.manual_dir / f"{language}.txt"))
-    for split in ("train", "test", "train"):  # in any order
-      yield split, f"{text} {split}\n"
+def test_a_vocabulary_lies_in_one_folder(files, tmp_path, monkeypatch):
+  def get(files, file, *, by_hand):
+    return (files.manual_dir if by_hand else files.folder) / file.name
 
-  source = Source("Mine", pieces, "mine", "small", "me", languages=("la",))
-  catalog.register_corpus("mine", source)
-  try:
-    with pytest.raises(UserError, match="name: expected a new one"):
-      catalog.register_corpus("mine", source)
-    give(tmp_path, "la.txt", b"vale")
-    assert read("mine", "la") == {"train": "vale train\nvale train\n", "test": "vale test\n"}
-  finally:
-    del catalog.ENTRIES["mine"]
-  for name in ("text8", "python_manual", "a/b", "tfds:x"):
-    with pytest.raises(UserError, match="name: expected a new one"):
-      catalog.register_corpus(name, source)
+  monkeypatch.setattr(remote.Files, "get", get)
+  give(tmp_path, "gpt2_merges.txt", b"")
+  place = tmp_path / "data", tmp_path / "manual"
+  assert remote.find_vocabulary("gpt2", *place) == str(tmp_path / "data/downloads/gpt2_merges.txt")
+  give(tmp_path, "gpt2_vocab.json", b"")
+  assert remote.find_vocabulary("gpt2", *place) == str(tmp_path / "manual/gpt2_merges.txt")
+  assert remote.find_vocabulary("mine.txt", *place) == "mine.txt"
 
 
-class SmallTextForTests(tfds.core.GeneratorBasedBuilder):
-  """A corpus of TensorFlow Datasets, which registers itself."""
-
-  VERSION = tfds.core.Version("1.0.0")
-  BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("whole", "train", "image")]
-
-  def _info(self):
-    kinds = {"image": "label"}
-    name = kinds.get(self.builder_config.name, "text")
-    features = tfds.features.FeaturesDict({name: tfds.features.Text()})
-    return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-  def _split_generators(self, dl_manager):
-    splits = ["train", "validation", "test", "unsupervised"]
-    return {split: self._generate_examples(split) for split in splits[: 1 + 3 * self._is_whole]}
-
-  @property
-  def _is_whole(self):
-    return self.builder_config.name == "whole"
-
-  def _generate_examples(self, split):
-    (name,) = self.info.features
-    for i in range(1100 if split == "train" else 3):
-      yield i, {name: f"{split} {i} ä" + "\n" * (i % 2)}
-
-
-def lines(split, numbers):
-  return "".join(f"{split} {i} ä\n" for i in numbers)
+@helpers.needs_locks
+def test_two_that_begin_at_once_and_never_import_tensorflow(tmp_path):
+  data_dir = tmp_path / "data"
+  give(tmp_path, "../data/manual/text8.zip", zipped({"text8": TEXT8}))
+  code = (
+    "import dataclasses, sys; from dpjax_papers import corpora; "
+    "from dpjax.data.corpus import load_corpus; "
+    "corpora.TEXT8 = dataclasses.replace(corpora.TEXT8, checksum=''); "
+    "sys.stdin.readline(); corpus = load_corpus('text8', data_dir=sys.argv[1]); "
+    "print(len(''.join(corpus.splits['train']))); "
+    "assert not {'tensorflow', 'tensorflow_datasets', 'pyarrow'} & {*sys.modules}"
+  )
+  pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+  words = [sys.executable, "-c", code, str(data_dir)]
+  processes = [subprocess.Popen(words, cwd=helpers.ROOT, text=True, **pipes) for _ in range(2)]
+  for process in processes:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+  answers = [process.communicate() for process in processes]
+  sizes = [int(out.split()[-1]) for out, _ in answers]
+  assert sizes == [len(TEXT8) - 2 * (len(TEXT8) // 20)] * 2
+  # One has made it.
+  assert sorted("preparing" in out for out, _ in answers) == [False, True]
+  assert all(not err or "waiting for another" in err for _, err in answers)
 
 
-def test_tensorflow_datasets(read, tmp_path):
-  pytest.importorskip("array_record")
-  text = read("tfds:small_text_for_tests/whole")
-  assert text == {
-    "train": lines("train", range(1100)),
-    "valid": lines("validation", range(3)),
-    "test": lines("test", range(3)),
-  }
-  text = load_corpus(
-    "tfds:small_text_for_tests/train", split_fractions=(0.7, 0.2, 0.1), data_dir=tmp_path / "data"
-  ).splits
-  parts = ["".join(text[split]) for split in SPLITS]
-  assert "".join(parts) == lines("train", range(1100))
-  assert all(part.endswith("\n") for part in parts)
-  assert len(parts[1]) / len("".join(parts)) == pytest.approx(0.2, abs=0.01)
-
-
-@pytest.mark.parametrize(
-  "name, message",
-  [("small_text_for_tests/image", "(KeyError: 'text')"), ("none_of_these", "none_of")],
-)
-def test_what_tensorflow_datasets_cannot_make(read, name, message):
-  with pytest.raises(UserError, match=f"^data.name: .*{re.escape(message)}.*$") as error:
-    read(f"tfds:{name}")
-  assert "\n" not in str(error.value)
-
-
-def test_missing_splits_are_cut_from_the_end_of_train(tmp_path, monkeypatch):
-  text = lines("line", range(100)) + "no end"
-  for given in itertools.chain.from_iterable(itertools.combinations(SPLITS, n) for n in (1, 2, 3)):
-    if "train" not in given:
-      continue
-    source = Source("", lambda files, given=given: ((x, text) for x in given), "", "", "")
-    name = "_".join(given)
-    monkeypatch.setitem(catalog.ENTRIES, name, source)
-    splits = load_corpus(name, data_dir=tmp_path).splits
-    found = {split: "".join(parts) for split, parts in splits.items()}
-    assert list(found) == list(SPLITS) and all(found.values())
-    assert "".join(x for split, x in found.items() if split not in given[1:]) == text
-    assert all(found[split] == text for split in given[1:])
+def test_the_wheel_has_the_plugin():
+  project = tomllib.loads((helpers.ROOT / "pyproject.toml").read_text())
+  wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+  plugins = project["project"]["entry-points"]["dpjax.plugins"]
+  assert plugins["papers"] == corpora.__name__ and "dpjax_papers" in wheel["packages"]
