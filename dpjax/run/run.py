@@ -302,8 +302,8 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
       origin = {"tokenizer": data.tokenizer.to_json()}
-      part = "average" if config.train.ema_decay else "params"
-      at, params = saved.restore_step(abstract.params, step, origin, part)
+      field = "average" if config.train.ema_decay else "params"
+      at, params = saved.restore_step(abstract.params, step, origin, field)
   for path, array in jax.tree.leaves_with_path(params):
     # All processes of a sharded run find the same.
     is_whole = array.is_fully_addressable or array.is_fully_replicated

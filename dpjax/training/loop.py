@@ -180,7 +180,7 @@ def fit(
         f"that are to come, got {trace_from}:{trace_to}"
       )
     if found:
-      reporter.print(f"Going on from the checkpoint of step {start}.")
+      reporter.print(f"Resuming from the checkpoint of step {start}.")
     utilisation = None
     if measure_products:
       rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
