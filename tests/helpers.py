@@ -276,16 +276,9 @@ def cases(table: str) -> list[tuple[str, ...]]:
 
 
 def reports(workdir: Path, split: str) -> list[dict]:
-  """The metrics a run wrote about a split, without the lines of medians."""
+  """The metrics a run wrote about a split."""
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  is_train = split == "train"
-  return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
-
-
-def medians(workdir: Path) -> list[tuple[int, float]]:
-  """The medians that a run wrote, with their steps."""
-  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
+  return [line for line in lines if line["split"] == split]
 
 
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.

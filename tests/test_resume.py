@@ -53,7 +53,6 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   assert scores_of_parts == scores
   losses = (tmp_path / "parts/losses.f32").read_bytes()
   assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
-  assert helpers.medians(tmp_path / "parts") == helpers.medians(tmp_path / "whole")
   if "batches" in changes:
     config.data.mixture = config.data.mixture.replace("3", "2")
     with pytest.raises(dpjax.UserError, match="workdir: .*data.mixture: .* there"):
@@ -214,7 +213,6 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   chex.assert_trees_all_equal(*(dpjax.load(x, 60).params for x in (killed, whole)))
   losses = (killed / "losses.f32").read_bytes()
   assert losses == (whole / "losses.f32").read_bytes() and len(losses) == 4 * 60
-  assert helpers.medians(killed) == helpers.medians(whole) and len(helpers.medians(whole)) == 12
   one, other = dpjax.load(whole), dpjax.load(killed)
   assert one.step == other.step
   chex.assert_trees_all_equal(one.params, other.params)

@@ -37,8 +37,6 @@ def test_training_learns_reports_and_scores(finished):
   written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores
   losses = np.fromfile(workdir / "losses.f32", "<f4")
-  expected = [(step, pytest.approx(np.median(losses[step - 5 : step]))) for step in (5, 10)]
-  assert helpers.medians(workdir) == expected
   assert losses[:2].mean() == pytest.approx(train[0]["loss"], rel=1e-6)
   # Characters are tokens here.
   assert scores["bits_per_character"] == pytest.approx(scores["nats_per_token"] / math.log(2))

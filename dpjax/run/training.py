@@ -39,7 +39,6 @@ def train(
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
   profile: tuple[int, int] | None = None,
-  measure_products: bool = False,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
 
@@ -57,8 +56,6 @@ def train(
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: measures the speed of matrix products for about a second, to report
-      training's share of it as `model_flops_utilisation`.
 
   Returns:
     The run with the best parameters by validation, and their test scores.
@@ -80,19 +77,19 @@ def train(
     built = build.make_model(config, model, within)
     run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
-    durations = _durations(config.train, train_batches.steps_per_epoch)
-    trainer = make_trainer(run.config, run.model, durations.num_steps, optimizer)
-    shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
+    intervals = _intervals(config.train, train_batches.steps_per_epoch)
+    spec = make_step_spec(run.config, run.model, intervals.num_steps, optimizer)
+    shapes = _check(run, spec, "train.optimizer" if optimizer is None else "optimizer")
     workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
-    _print_start(run, data, shapes, durations.num_steps)
+    _print_start(run, data, shapes, intervals.num_steps)
     validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
     if config.eval.max_tokens:
       validation["max_tokens"] = config.eval.max_tokens
     loop.fit(
-      trainer,
+      spec,
       train_batches,
       run._validate,
-      durations,
+      intervals,
       workdir=workdir,
       keep_checkpoints=config.train.keep_checkpoints,
       patience=config.train.patience,
@@ -102,7 +99,6 @@ def train(
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
-      measure_products=measure_products,
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
@@ -159,30 +155,38 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
   return make(split, *size, config.seed, **options)
 
 
-def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
-  num, every_eval = (
-    config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
-    for name in ("num", "eval_every")
+def _intervals(settings: ConfigDict, steps_per_epoch: int) -> loop.Intervals:
+  return loop.Intervals(
+    num_steps=config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch),
+    eval_every_steps=config_lib.steps_in(settings, "eval_every", steps_per_epoch=steps_per_epoch),
+    log_every_steps=settings.log_every_steps,
+    checkpoint_every_steps=settings.checkpoint_every_steps,
   )
-  every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
-  return loop.Durations(num, every_eval, *every)
 
 
-def make_trainer(
+def make_step_spec(
   config: ConfigDict, model: Any, num_steps: int, optimizer: Any = None
-) -> loop.Trainer:
-  """A model with `config.train`, and another optimizer if one is given."""
+) -> loop.TrainStepSpec:
+  """An update of a model by `config.train`, with another optimizer unless it is None."""
   settings, rate = config.train, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
-  objective = losses.Objective(build.build_boundaries(config.model))
-  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(config.model)
-  rates = config.seed, settings.ema_decay, rate, settings.products
-  return loop.Trainer(model, optimizer, objective, *parts, *rates)
+  return loop.TrainStepSpec(
+    model,
+    optimizer,
+    losses.Objective(build.build_boundaries(config.model)),
+    accumulate_steps=settings.accumulate_steps,
+    parameters=settings.parameters,
+    capacity=build.batch_capacity(config.model),
+    seed=config.seed,
+    ema_decay=settings.ema_decay,
+    learning_rate=rate,
+    products=settings.products,
+  )
 
 
-def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
+def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
   """The shapes of the parameters; a `UserError` if the run cannot train."""
   config, sample = run.config, run.config.sample
   generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
@@ -192,8 +196,8 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
     return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
 
   shapes = jax.eval_shape(init)
-  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
-  _check_memory((shapes, opt_state, shapes if trainer.ema_decay else ()), trainer.parameters)
+  opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
+  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.parameters)
   if config.data.documents == "isolated":
     try:
       mixer.check_takes_starts(run.model)

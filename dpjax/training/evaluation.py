@@ -36,7 +36,7 @@ def evaluate(
 
   `eval_step` is from `dpjax.training.jit_eval_step`; `windows` are the batches of the text, with
   every token weighted once. For `counts` see `text_scores`, for `capacity` see
-  `dpjax.training.Trainer`. `progress` shows a progress bar.
+  `dpjax.training.TrainStepSpec`. `progress` shows a progress bar.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
