@@ -106,5 +106,4 @@ def get_config(variant: str = "she"):
     if mixer.startswith("attention"):
       model.mixer.num_heads = min(model.mixer.num_heads, model.width)
     model.num_layers, model.max_length = min(layers, 3), min(length, 32)
-    train.median_every_steps = 10
   return config

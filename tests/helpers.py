@@ -74,7 +74,7 @@ def small_config(text: Path, **train):
   sizes = dict(num_layers=2, width=12, feed_forward_width=20, max_length=19)
   config.model.update(dropout=0.1, hidden_dropout=0.1, **sizes)
   steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
-  steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
+  steps |= dict(log_every_steps=2, checkpoint_every_steps=4)
   config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
   config.train.update(train)
   config.eval.batch_size = 8
