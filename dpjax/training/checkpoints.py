@@ -108,8 +108,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     """
     tree = _storable(_fields(state))
     sums = [int(number) for number in fingerprints(tree)]
-    meta = {**meta, "origin": dict(origin or {}), "format": FORMAT, "fingerprints": sums}
-    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave(meta))
+    content = {**meta, "origin": dict(origin or {}), "format": FORMAT, "fingerprints": sums}
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave(content))
     best = managers.CustomSteps([meta.get("best", {}).get("step")])
     with self._writing():
       self._policies[:] = [managers.LatestN(self._keep), best]
@@ -279,7 +279,7 @@ def _refill(abstract: Any, array: Any) -> jax.Array:
   return array
 
 
-def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict, list[int]]:
+def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict, list[int]]:
   """The fields of a state in `target`, the meta and the saved fingerprints."""
   metadata = path / "meta" / "metadata"
   for file in path.rglob("*"):  # Orbax could wait for a pipe.
