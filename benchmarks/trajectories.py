@@ -191,7 +191,7 @@ class Texts:
     train.num_steps, train.num_epochs = cell.num_steps, 0.0
     train.eval_every_steps, train.eval_every_epochs = cell.num_steps, 0.0
     train.checkpoint_every_steps = cell.num_steps
-    train.log_every_steps = train.median_every_steps = cell.num_steps
+    train.log_every_steps = cell.num_steps
     config.eval.batch_size, config.eval.stride = 8, LENGTH // 2
     if cell.side in BFLOAT16:
       config.update_from_flattened_dict({BFLOAT16[cell.side]: "bfloat16"})

@@ -74,7 +74,7 @@ def small_config(text: Path, **train):
   sizes = dict(num_layers=2, width=12, feed_forward_width=20, max_length=19)
   config.model.update(dropout=0.1, hidden_dropout=0.1, **sizes)
   steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
-  steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
+  steps |= dict(log_every_steps=2, checkpoint_every_steps=4)
   config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
   config.train.update(train)
   config.eval.batch_size = 8
@@ -276,16 +276,9 @@ def cases(table: str) -> list[tuple[str, ...]]:
 
 
 def reports(workdir: Path, split: str) -> list[dict]:
-  """The metrics a run wrote about a split, without the lines of medians."""
+  """The metrics a run wrote about a split."""
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  is_train = split == "train"
-  return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
-
-
-def medians(workdir: Path) -> list[tuple[int, float]]:
-  """The medians that a run wrote, with their steps."""
-  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
+  return [line for line in lines if line["split"] == split]
 
 
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.

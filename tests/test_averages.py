@@ -34,7 +34,7 @@ def states(workdir, step):
   """The parameters and their average in a checkpoint."""
   shapes = jax.tree.map(np.asarray, load(workdir).params)
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-    return [saved.restore_step(shapes, step, part=x)[1] for x in ("params", "average")]
+    return [saved.restore_step(shapes, step, field=x)[1] for x in ("params", "average")]
 
 
 def settings(text, **changes):

@@ -35,7 +35,7 @@ LEAST = {
   1: """model.num_layers model.width model.feed_forward_width model.mixer.num_heads
         model.max_length model.mixer.num_levels data.tokenizer_size train.batch_size
         train.accumulate_steps train.log_every_steps train.checkpoint_every_steps
-        train.keep_checkpoints train.median_every_steps eval.batch_size
+        train.keep_checkpoints eval.batch_size
         model.boundaries.shortening_factor model.first.num_layers model.last.num_layers""",
   0: """model.vocab_size train.window train.num_steps train.schedule.warmup_steps train.clip_norm
         train.learning_rate train.optimizer.eps eval.window eval.stride model.norm_init_std""",

@@ -195,7 +195,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     model max_length={max_length} num_layers={num_layers}
     data tokenizer=bpe tokenizer_size=5000
     train batches=random_windows batch_size=64 window=0 num_steps={num_steps}
-    train learning_rate=0.001 clip_norm=0.0 median_every_steps=2000
+    train learning_rate=0.001 clip_norm=0.0
     train.optimizer name=adamw b1=0.9 b2=0.999 eps=1e-08 weight_decay=0.01
     train.schedule name=constant warmup_steps=0
     sample top_p=0.6 temperature=1.0 top_k=0""",

@@ -131,7 +131,7 @@ def places(text, finished, tmp_path_factory):
   shutil.copy(text, root / "text.txt")
   shutil.copytree(finished[0], root / "run", symlinks=True)
   settings = json.loads((root / "run/config.json").read_text())
-  settings["train"] |= dict(batch_size="8", median_every_steps="5")
+  settings["train"] |= dict(batch_size="8", log_every_steps="5")
   damage = {
     "damaged/config.json": '{"model": {"mix',
     "of_text/config.json": json.dumps(settings),

@@ -37,8 +37,6 @@ def test_training_learns_reports_and_scores(finished):
   written = json.loads((workdir / f"scores_test_{run.step}.json").read_text())
   assert written["scores"] == scores
   losses = np.fromfile(workdir / "losses.f32", "<f4")
-  expected = [(step, pytest.approx(np.median(losses[step - 5 : step]))) for step in (5, 10)]
-  assert helpers.medians(workdir) == expected
   assert losses[:2].mean() == pytest.approx(train[0]["loss"], rel=1e-6)
   # Characters are tokens here.
   assert scores["bits_per_character"] == pytest.approx(scores["nats_per_token"] / math.log(2))
@@ -186,11 +184,6 @@ def test_plugins_of_a_run_that_are_no_list(tmp_path):
     workdir_lib.read_config(tmp_path)
 
 
-def test_a_name_that_checkpoints_cannot_have_is_refused(text, tmp_path):
-  with pytest.raises(dpjax.UserError, match="workdir: expected a name in UTF-8, got"):
-    dpjax.train(helpers.small_config(text), tmp_path / "\udcff")
-
-
 @pytest.fixture(scope="module")
 def stopped(text, tmp_path_factory):
   """A run without dropout after 6 of its 12 steps, and where it ends undisturbed."""
@@ -240,7 +233,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
 @helpers.needs_locks
 def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
   config = helpers.small_config(text, num_steps=3)
-  message = "workdir: .* no other process trains"
+  message = "workdir: .* locked by process"
   with workdir_lib.lock(tmp_path / "run"), pytest.raises(dpjax.UserError, match=message):
     dpjax.train(config, tmp_path / "run")
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]

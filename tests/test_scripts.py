@@ -32,7 +32,7 @@ def workdir(finished, tmp_path_factory):
 
 def test_a_workdir_alone_resumes_its_run(workdir, capsys):
   assert call("train", f"--workdir={workdir}") is None
-  assert "Going on from the checkpoint of step 12" in capsys.readouterr().out
+  assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
 
 
 def test_components_of_a_middle_are_chosen_by_name(tmp_path):

@@ -42,7 +42,7 @@ def get_config():
   config = dpjax.config.load("{helpers.ROOT}/configs/quickstart.py:tiny")
   config.model.update(dict(num_layers=2, width=16, feed_forward_width=20, max_length=32))
   config.train.update(dict(num_steps=6, eval_every_steps=3, log_every_steps=2))
-  config.train.update(dict(median_every_steps=3, checkpoint_every_steps=3))
+  config.train.update(dict(checkpoint_every_steps=3))
   config.data.path, config.sample.length = "my.txt", 5
   return config
 """

@@ -212,6 +212,6 @@ def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys
   assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
   assert run(train, "runs") is None
   shown = capsys.readouterr().out
-  assert shown.count("has ended") == 4 and shown.count("Going on from") == 1
+  assert shown.count("has ended") == 4 and shown.count("Resuming from") == 1
   assert run(train, "others") is None
   assert losses("runs") == losses("others") and len(losses("runs")) == 6

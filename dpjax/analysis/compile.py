@@ -134,7 +134,7 @@ class _Programs:
     frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
     self._model = build.make_model(config, None, frozen)
     self._kinds = build.build_boundaries(config.model)
-    self._trainer = training.make_trainer(config, self._model, config.train.num_steps or 10**6)
+    self._trainer = training.make_step_spec(config, self._model, config.train.num_steps or 10**6)
     self._state = self._trainer.abstract_state(self._mesh)
     self.parts: dict[str, int] = {}
     for path, array in jax.tree.leaves_with_path(self._state.params):

@@ -22,7 +22,7 @@ from dpjax.errors import UserError
 # How a run reports or is computed: names runs that differ in nothing else, and needs no note.
 REPORTING = (
   *("model.vocab_size", "model.scan_layers", "model.remat", "train.parameters"),
-  *("train.num_steps", "train.num_epochs", "train.log_every_steps", "train.median_every_steps"),
+  *("train.num_steps", "train.num_epochs", "train.log_every_steps"),
   *("train.eval_every_steps", "train.eval_every_epochs"),
   *("train.checkpoint_every_steps", "train.keep_checkpoints"),
 )

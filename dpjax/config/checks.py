@@ -25,7 +25,7 @@ CHOICES = {
   "sample.beyond_window": ("slide", "continue", "refuse"),
 }
 _AT_LEAST_1 = """model.num_layers model.max_length data.tokenizer_size train.batch_size
-  train.accumulate_steps train.log_every_steps train.median_every_steps
+  train.accumulate_steps train.log_every_steps
   train.checkpoint_every_steps train.keep_checkpoints eval.batch_size""".split()
 _AT_LEAST_0 = """model.vocab_size model.init_std model.norm_init_std train.window train.num_steps
   train.clip_norm train.learning_rate train.patience eval.window eval.stride

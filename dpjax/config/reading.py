@@ -26,7 +26,7 @@ LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
 FREE_KEYS = tuple(
   """plugins data.data_dir data.manual_dir model.remat model.scan_layers train.accumulate_steps
   train.checkpoint_every_steps train.eval_every_ train.keep_checkpoints train.log_every_steps
-  train.median_every_steps train.parameters train.patience eval. sample.""".split()
+  train.parameters train.patience eval. sample.""".split()
 )
 CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
 FREE_NAMES = ("implementation", "num_capacities")  # of components

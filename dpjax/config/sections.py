@@ -237,7 +237,6 @@ def default() -> ConfigDict:
   # Of an average of the parameters that is scored, saved as the best and loaded; 0: none.
   train.ema_decay = 0.0
   train.log_every_steps = 20  # updates between reports of the loss
-  train.median_every_steps = 2000  # updates between reports of the median loss of as many
   train.eval_every_steps = 0  # updates between evaluations; 0 with train.eval_every_epochs
   train.eval_every_epochs = 1.0  # epochs between evaluations; 0 with train.eval_every_steps
   train.patience = 0  # evaluations without a new best that end the run; 0: it goes on

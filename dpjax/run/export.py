@@ -65,10 +65,9 @@ def save(
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
   if not dtype:
-    keeps = [
-      bool((x.astype("bfloat16").astype(x.dtype) == x).all()) for x in jax.tree.leaves(run.params)
-    ]
-    dtype = "bfloat16" if all(keeps) else "float32"
+    leaves = jax.tree.leaves(run.params)
+    is_exact = all((x.astype("bfloat16").astype(x.dtype) == x).all() for x in leaves)
+    dtype = "bfloat16" if is_exact else "float32"
   if hub.is_address(folder):
     address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,7 +113,7 @@ def _remove(partial: Path, folder: Path) -> None:
   shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
+def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())
@@ -127,16 +126,21 @@ def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None
   save_file(flat, path, {"step": str(run.step)})
   # A model that was made in Python may differ in anything, and its settings do not say it.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
-  shapes = {name: x.shape for name, x in flat.items()}
-  is_built = repr(run.model) == repr(built)
-  about: Any = dict(is_built=is_built, frozen=frozen, dtype=dtype)
-  text = card.write(run, place, shapes, license=license, **about)
+  text = card.write(
+    run,
+    address,
+    {name: x.shape for name, x in flat.items()},
+    license=license,
+    is_built=repr(run.model) == repr(built),
+    frozen=frozen,
+    dtype=dtype,
+  )
   (folder / "README.md").write_text(text, encoding="utf-8")
-  # safetensors makes its file readable for the owner alone.
+  # safetensors makes its file readable only for the owner.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = workdir_lib.read_config(run.workdir).to_dict()
-  written = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
-  sums = {name: files.checksum(folder / name) for name in written}
+  names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
+  sums = {name: files.checksum(folder / name) for name in names}
   sums["config.json"] = reading.digest(settings)
   files.write_json(folder / "config.json", {**settings, reading.CHECKSUMS: sums})
 
@@ -149,26 +153,25 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
-  if not path.is_file():  # A pipe would never end.
-    raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
+  files.check_plain(path)  # A pipe would never end.
   if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
     _log.warning("%s: an export without checksums: damage would not be noticed", folder)
   try:
     with safe_open(path, "flax") as file:
-      found = {}
+      arrays = {}
       for name in file.keys():
-        part = file.get_slice(name)
-        found[name] = tuple(part.get_shape())
-        if part.get_dtype() not in ("F32", "BF16"):
-          wanted = f"expected arrays of {' or '.join(DTYPES)}"
-          raise UserError(f"{path}: {wanted}, got {name} of {part.get_dtype()}")
-      at = int((file.metadata() or {}).get("step", 0))
-      if at < 0:
-        raise ValueError(f"step {at}")
-      if step not in (None, at):
-        raise UserError(f"step: expected None or {at} of an exported run, got {step}")
+        array = file.get_slice(name)
+        arrays[name] = tuple(array.get_shape())
+        if array.get_dtype() not in ("F32", "BF16"):
+          dtypes = f"expected arrays of {' or '.join(DTYPES)}"
+          raise UserError(f"{path}: {dtypes}, got {name} of {array.get_dtype()}")
+      saved_step = int((file.metadata() or {}).get("step", 0))
+      if saved_step < 0:
+        raise ValueError(f"step {saved_step}")
+      if step not in (None, saved_step):
+        raise UserError(f"step: expected None or {saved_step} of an exported run, got {step}")
       message = f"{path}: expected parameters of this model, got others"
-      checkpoints.check_arrays(found, {name: x.shape for name, x in expected.items()}, message)
+      checkpoints.check_arrays(arrays, {name: x.shape for name, x in expected.items()}, message)
       params = {}
       for name, x in expected.items():  # Through the host, which holds one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
@@ -176,5 +179,5 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   except UserError:
     raise
   except (OSError, SafetensorError, ValueError) as error:
-    raise UserError(f"{path}: expected a whole file of safetensors, got {error}") from error
-  return unflatten_dict(params, sep="."), at
+    raise UserError(f"{path}: expected a complete file of safetensors, got {error}") from error
+  return unflatten_dict(params, sep="."), saved_step

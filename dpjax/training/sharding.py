@@ -23,14 +23,14 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   along its longest axis that the number of devices divides, or replicated if it has none.
   """
 
-  def place(leaf) -> NamedSharding:
+  def sharding_of(leaf) -> NamedSharding:
     divisible = [size for size in leaf.shape if size and size % mesh.size == 0]
     if parameters != "sharded" or not divisible:
       return NamedSharding(mesh, PartitionSpec())
     axis = leaf.shape.index(max(divisible))
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
-  return jax.tree.map(place, state)
+  return jax.tree.map(sharding_of, state)
 
 
 def check_rows(batch_size: int, accumulate_steps: int = 1, devices: int | None = None) -> None:
@@ -45,12 +45,12 @@ def check_rows(batch_size: int, accumulate_steps: int = 1, devices: int | None =
 
 def process_rows(batch_size: int) -> slice:
   """The rows of a batch that this process feeds."""
-  each = batch_size // jax.process_count()
-  return slice(jax.process_index() * each, (jax.process_index() + 1) * each)
+  num_rows = batch_size // jax.process_count()
+  return slice(jax.process_index() * num_rows, (jax.process_index() + 1) * num_rows)
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-  """Puts this process's rows on its devices, as a part of the whole batch."""
+  """Puts this process's rows on its devices, as a part of the batch."""
   sharding = NamedSharding(mesh, PartitionSpec(AXIS))
   if jax.process_count() == 1:
     return jax.device_put(dict(batch), sharding)

@@ -18,7 +18,7 @@ from dpjax.training import losses, sharding
 from dpjax.training import optimizer as optimizers
 
 Batch = dict[str, jax.Array]
-_TOKENS_ALONE = losses.Objective()
+_TOKENS_ONLY = losses.Objective()
 
 
 class TrainState(struct.PyTreeNode):
@@ -68,7 +68,7 @@ def train_step(
   state: TrainState,
   batch: Batch,
   *,
-  objective: losses.Objective = _TOKENS_ALONE,
+  objective: losses.Objective = _TOKENS_ONLY,
   capacity: int | None = None,
   ema_decay: float = 0.0,
   learning_rate: optax.Schedule | None = None,
@@ -140,8 +140,8 @@ def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objectiv
       _, sums = total(state.params, *part_and_key)
       return None, {name: sums[name] for name in objective.counts}
 
-    _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
-    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
+    _, counts_of_parts = jax.lax.scan(count_part, None, (parts, keys))
+    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), counts_of_parts)
   shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
   zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -169,11 +169,14 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
 def _apply(
   model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
 ) -> Any:
-  """The model's output for a batch; other models need not know capacities and documents."""
-  known: dict[str, Any] = dict(deterministic=deterministic, rngs={"dropout": key})
-  known |= {} if capacity is None else {"capacity": capacity}
-  known |= {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
-  return model.apply({"params": params}, batch["tokens"], **known)
+  """The model's output for a batch; models of users need not take capacities and documents."""
+  inputs: dict[str, Any] = {name: batch[name] for name in ("document_starts",) if name in batch}
+  if capacity is not None:
+    inputs["capacity"] = capacity
+  rngs = {"dropout": key}
+  return model.apply(
+    {"params": params}, batch["tokens"], deterministic=deterministic, rngs=rngs, **inputs
+  )
 
 
 def _output_layer(model: nn.Module, params: Any) -> Any:
@@ -204,7 +207,7 @@ def jit_train_step(
 
 
 def jit_eval_step(
-  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ALONE
+  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ONLY
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
@@ -221,7 +224,7 @@ def jit_eval_step(
 
 
 def _on_mesh(function: Callable, mesh: Mesh) -> Callable:
-  """The function, told of the devices that it is compiled for."""
+  """The function, traced under a mesh."""
 
   @functools.wraps(function)
   def run(*args, **kwargs):
@@ -241,9 +244,9 @@ def abstract_state(
 ) -> TrainState:
   """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
   shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
-  places = sharding.state_sharding(shapes, mesh, parameters)
+  shardings = sharding.state_sharding(shapes, mesh, parameters)
   return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    lambda x, each: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=each), shapes, shardings
   )
 
 
@@ -251,6 +254,6 @@ def jit_init(
   model: nn.Module, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
   """`init_state`, computed on the devices of `abstract_state`."""
-  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  make = functools.partial(init_state, model, optimizer, seed, abstract.average is not None)
-  return jax.jit(make, out_shardings=places)()
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+  init = functools.partial(init_state, model, optimizer, seed, abstract.average is not None)
+  return jax.jit(init, out_shardings=shardings)()
