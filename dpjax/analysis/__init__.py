@@ -12,7 +12,6 @@ if TYPE_CHECKING:
   from dpjax.analysis import segmentation as segmentation
   from dpjax.analysis import significance as significance
   from dpjax.analysis import style as style
-  from dpjax.analysis import traffic as traffic
 else:
   from dpjax import lazy
 

@@ -50,7 +50,7 @@ def _train(given) -> None:
       _print_plan(config, data)
     return
   try:
-    run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)
+    run, scores = run_lib.train(config, folder, profile=profile)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first, prompt = jax.process_index() == 0, run.config.sample.prompt

@@ -24,7 +24,7 @@ from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, losses, profiling, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ def train(
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
   profile: tuple[int, int] | None = None,
-  measure_products: bool = False,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
 
@@ -57,8 +56,6 @@ def train(
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: measures the speed of matrix products for about a second, to report
-      training's share of it as `model_flops_utilisation`.
 
   Returns:
     The run with the best parameters by validation, and their test scores.
@@ -102,7 +99,6 @@ def train(
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
-      measure_products=measure_products,
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
@@ -205,7 +201,7 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
 
 def _check_memory(state: Any, parameters: str) -> None:
   """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
-  memory = profiling.machine_memory()
+  memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import checkpoints, losses, reporting, sharding
 from dpjax.training import step as step_lib
-from dpjax.training.profiling import Utilisation, product_rate
 from dpjax.training.reporting import NonFiniteError as NonFiniteError
 
 BEST_BY = "nats_per_token"  # what validation is judged by; the lower the better
@@ -104,7 +103,6 @@ def fit(
   callbacks: Sequence[Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
   profile: tuple[int, int] | None = None,
-  measure_products: bool = False,
 ) -> None:
   """Trains to the last step, from the newest checkpoint in `workdir` if there is one.
 
@@ -132,7 +130,6 @@ def fit(
       with more steps or without callbacks.
     should_stop: called after every update, with the same answer in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to report training's share of the speed of matrix products.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
@@ -181,15 +178,8 @@ def fit(
       )
     if found:
       reporter.print(f"Going on from the checkpoint of step {start}.")
-    utilisation = None
-    if measure_products:
-      rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
-      has_pooling = bool(trainer.objective.boundaries)
-      utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
-      reporter.print(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
     every = durations.log_every_steps, durations.median_every_steps
-    places = batches.batch_size * batches.window
-    meter = reporting.Meter(reporter, *every, places, utilisation, tokens_seen)
+    meter = reporting.Meter(reporter, *every, tokens_seen)
     compiled, is_enough = set(), False
 
     def call_back() -> None:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from dpjax import files
 from dpjax.training import metrics
-from dpjax.training.profiling import Utilisation
 
 LOSSES = "losses.f32"
 # Over how many losses a mean or median is: of use beside it, and no curve.
@@ -164,8 +163,6 @@ class Meter:
   reporter: Reporter
   log_every: int
   median_every: int
-  places_each: int  # of a batch, with padding
-  utilisation: Utilisation | None
   tokens_seen: int  # the targets that counted, since the beginning of the run
   mean: float = math.nan  # of the losses since the report before
   _pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
@@ -173,7 +170,7 @@ class Meter:
 
   def __post_init__(self):
     self._losses, self._sums = [], {}
-    self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
+    self._seconds, self._tokens_timed = 0.0, 0
 
   def start(self) -> None:
     """Marks the beginning of a step."""
@@ -194,7 +191,6 @@ class Meter:
     now, tokens = time.perf_counter(), round(values["count"])
     if is_timed:
       self._seconds += now - self._since
-      self._num_timed += 1
       self._tokens_timed += tokens
     self._since = now
     self.tokens_seen += tokens
@@ -220,11 +216,7 @@ class Meter:
         "tokens_seen": self.tokens_seen,
         "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
       }
-      boundaries = metrics.boundary_scores(self._sums)
-      if self.utilisation is not None:  # Padding takes as many operations as tokens.
-        speed = self.places_each * self._num_timed / (self._seconds or math.nan)
-        scores |= self.utilisation.scores(speed, boundaries)
-      self.reporter.report(step, "train", scores | boundaries)
+      self.reporter.report(step, "train", scores | metrics.boundary_scores(self._sums))
       self.__post_init__()
     if step % self.median_every == 0:
       median, known = self.reporter.median(self.median_every)

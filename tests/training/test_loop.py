@@ -226,15 +226,6 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
       fit(tmp_path, 12, profile=updates)
 
 
-def test_the_share_of_products_is_reported_where_it_is_asked_for(tmp_path, monkeypatch):
-  monkeypatch.setattr(loop, "product_rate", lambda dtype: 1e9)
-  Clock(monkeypatch)
-  for name, is_asked in (("plain", False), ("other", True)):
-    fit(tmp_path / name, measure_products=is_asked)
-    for line in helpers.reports(tmp_path / name, "train"):
-      assert ("model_flops_utilisation" in line) == is_asked
-
-
 def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):
   asked = iter(range(99))
   for stop_at in (4, 99):
