@@ -22,7 +22,6 @@ COMMANDS = {
   "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),
   "complexity": ("dpjax.analysis.complexity", "count a mixer's operations and parameters"),
   "compile": ("dpjax.analysis.compile", "tell what a training step takes of a GPU or TPU"),
-  "probes": ("dpjax.probes.training", "find how far back mixers, or a run, recall"),
   "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
 }
 

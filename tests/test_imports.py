@@ -21,12 +21,11 @@ ROOMS = [
   {"run"},
   {"commands"},
   {"analysis"},
-  {"probes"},
   {"__main__", "reproduce"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "generation", "run", "commands", "analysis", "probes"}
+READS_CONFIG = {"interop", "generation", "run", "commands", "analysis"}
 READS_CONFIG |= {"reproduce", "scripts"}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "hub", "files", "registry", "config"]
@@ -89,7 +88,7 @@ def test_imports_go_down(path):
     ("dpjax.analysis.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax.analysis.significance", ("jax", "numpy", "scipy", "ml_collections")),
     (
-      "dpjax.probes, dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.segmentation",
+      "dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.segmentation",
       ("jax", "matplotlib", "ml_collections"),
     ),
     (
