@@ -85,8 +85,8 @@ def test_imports_go_down(path):
     ("dpjax", ("jax", "numpy", "ml_collections")),
     ("dpjax.layers, dpjax.training", ("jax", "orbax", "dpjax.layers.dispatcher")),
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
-    ("dpjax.analysis.complexity", ("jax", "numpy", "ml_collections")),
-    ("dpjax.analysis.significance", ("jax", "numpy", "scipy", "ml_collections")),
+    ("dpjax_papers.complexity", ("jax", "numpy", "ml_collections")),
+    ("dpjax_papers.significance", ("jax", "numpy", "scipy", "ml_collections")),
     (
       "dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.segmentation",
       ("jax", "matplotlib", "ml_collections"),

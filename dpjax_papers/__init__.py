@@ -1,0 +1,1 @@
+"""The papers' corpora, cleaning and tables: a plugin of dpjax."""
