@@ -24,7 +24,7 @@ copies without page marks, notes of transcribers and the like, given as data.pat
 tokenizer is a byte-level BPE.
 
 All models of one seed get the same batches in the same order, as in the paper. What it
-compares is the median training cost of each 2,000 batches: `median_loss` in metrics.jsonl.
+compares is the median training cost of each 2,000 batches: `dpjax plots --figure=curves`.
 
 Parameters:      she 42.0M, he 4.9M, we 4.6M, me 3.7M, he_extraction 4.3M, attention 4.9M;
                  9,573,959 training tokens, vocabulary 5,000

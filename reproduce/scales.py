@@ -24,8 +24,8 @@ _FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "sample.")
 _FREE += ("train.initial_run", "train.log_every_steps")
 
 
-def _steps(num_steps: int, eval_every: int, median_every: int) -> dict[str, Any]:
-  return dict(num_steps=num_steps, eval_every_steps=eval_every, median_every_steps=median_every)
+def _steps(num_steps: int, eval_every: int) -> dict[str, Any]:
+  return dict(num_steps=num_steps, eval_every_steps=eval_every)
 
 
 _ONE_EACH = dict(first=dict(num_layers=1), last=dict(num_layers=1))
@@ -36,16 +36,16 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "dispatcher": dict(
       model=dict(num_layers=2, width=128, feed_forward_width=128, max_length=128),
       train=dict(batch_size=10, learning_rate=1e-3, schedule=dict(warmup_steps=50))
-      | _steps(1_000, 250, 100),
+      | _steps(1_000, 250),
     ),
     "extractors": dict(
-      model=dict(num_layers=2, max_length=64), train=dict(batch_size=16) | _steps(800, 400, 200)
+      model=dict(num_layers=2, max_length=64), train=dict(batch_size=16) | _steps(800, 400)
     ),
     "pooling": dict(
       model=dict(num_layers=3, width=64, feed_forward_width=256, max_length=128)
       | dict(mixer=dict(num_heads=4), boundaries=dict(num_capacities=1))
       | _ONE_EACH,
-      train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200, 40),
+      train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200),
       eval=dict(stride=128),
     ),
   },
@@ -53,7 +53,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "all": dict(
       data=dict(name=catalog.PYTHON_MANUAL, language="", clean=False, tokenizer_file="")
       | dict(tokenizer_size=300, max_characters=(60_000, 3_000, 3_000)),
-      train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2, 2),
+      train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
     # 128 is the least width that has 128 heads.

@@ -175,13 +175,12 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
 
 
 def default_every(runs: Sequence[Record]) -> int:
-  """The updates in a median: as the runs report them, or a tenth of the shortest run."""
+  """The updates in a median: 2,000 as in the paper, or a tenth of the shortest run."""
   lengths = [len(run.losses) for run in runs]
   if not all(lengths):
     folder = runs[lengths.index(0)].folder
     raise UserError(f"workdir: expected a run with updates, got {folder} with none")
-  reported = [setting(run.config, "train.median_every_steps") or 2000 for run in runs]
-  return min(max(reported), -(-min(lengths) // 10))
+  return min(2000, -(-min(lengths) // 10))
 
 
 def write(figure: "Figure", path: str | Path) -> None:
@@ -210,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", type=path, help=about)
   parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
   parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
-  about = "batches of a median; by default as the runs report them, or a tenth of the shortest run"
+  about = "batches of a median; by default 2,000, or a tenth of the shortest run"
   parser.add_argument("--every", type=int, help=about)
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
