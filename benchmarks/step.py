@@ -19,7 +19,6 @@ float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's 
 
 "temporary_mib" is the compiler's plan beside parameters and Adam's moments; "grown_mib" is how much
 the process has grown since it was ready, less Adam's moments where the first step makes them.
-"utilisation" is the share of a large matrix product's rate that the step's products reach.
 """
 
 import contextlib
@@ -89,7 +88,7 @@ def serve_jax(settings: Mapping) -> None:
   import numpy as np
 
   from dpjax.models.build import build_boundaries, build_model
-  from dpjax.training import losses, profiling, sharding
+  from dpjax.training import losses, sharding
   from dpjax.training import step as training
   from dpjax.training.optimizer import make_optimizer
 
@@ -105,11 +104,6 @@ def serve_jax(settings: Mapping) -> None:
   batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
   batch = sharding.put_batch(batch, mesh)
   abstract = training.abstract_state(model, optimizer, 0, mesh)
-  rate = profiling.product_rate(of_model.dtype)
-  has_pooling = bool(objective.boundaries)
-  utilisation = profiling.Utilisation(
-    model, abstract.params, of_model.max_length, has_pooling, rate
-  )
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   start = time.perf_counter()
   options: dict[str, Any] = dict(objective=objective, products=settings["products"])
@@ -126,13 +120,10 @@ def serve_jax(settings: Mapping) -> None:
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     seconds = time.perf_counter() - start
-    segments = float(metrics["segments"] / metrics["rows"]) if "segments" in metrics else 0.0
-    done = utilisation.operations(segments) * text[:, 1:].size
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return {
       "seconds": seconds,
       "loss": float(metrics["nats"] / metrics["count"]),
-      "utilisation": done / seconds / rate,
       "grown_mib": harness.peak_mib() - ready if peak is None else peak / 2**20,
     }
 

@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import exit_on_user_error
 
 ROOT = Path(__file__).parents[1]
@@ -225,11 +226,8 @@ class Texts:
     folder = self.work / "text8"
     text, begin = self.text8.read_text(encoding="utf-8"), 0
     for split, size in CHARACTERS.items():
-      if not (folder / f"{split}.txt").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{split}.{os.getpid()}"
-        partial.write_text(text[begin : begin + size], encoding="utf-8")
-        os.replace(partial, folder / f"{split}.txt")
+      if not (path := folder / f"{split}.txt").exists():
+        files.write_file(path, text[begin : begin + size].encode())
       begin += size
     return folder
 

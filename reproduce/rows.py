@@ -213,7 +213,7 @@ def median_every(losses: Any) -> int:
 
 
 def curve(folder: Path) -> dict[str, Any]:
-  """The costs of a run by update: `POINTS` means, the medians and validation, in nats per token."""
+  """The costs of a run by update: `POINTS` means, and validation, in nats per token."""
   losses, logged = runs_lib.read_losses(folder), runs_lib.read_scores(folder)
   every = max(1, len(losses) // POINTS)
   window = median_every(losses)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dpjax
+import dpjax_papers
 from tests import helpers, test_imports
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
@@ -262,7 +263,8 @@ def test_links_between_pages_hold():
 
 
 def test_every_module_says_what_it_is_and_its_doctests_hold():
-  for found in pkgutil.walk_packages(dpjax.__path__, "dpjax."):
+  papers = pkgutil.walk_packages(dpjax_papers.__path__, "dpjax_papers.")
+  for found in (*pkgutil.walk_packages(dpjax.__path__, "dpjax."), *papers):
     if found.name.rpartition(".")[2] in ("train", "evaluate", "generate"):
       continue  # Programs, which define flags of one name each.
     module = importlib.import_module(found.name)

@@ -105,11 +105,6 @@ MODULES = helpers.cases(r"""
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
   segmentation | run_folder
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
-  significance {seeds} | --baseline
-  significance {run} --baseline={run} | expected runs seed_<n>
-  {compare} --split=valid | --split: expected scores_valid.* 0 of them
-  {compare} --score=beauty | --score: expected one of .* got beauty
-  {compare} --score=endless | --score: .*got endless
   data | command
 """)
 
@@ -140,7 +135,6 @@ def places(text, finished, tmp_path_factory):
     "no_checkpoints/checkpoints": None,
     "no_data/data": None,
   }
-  scores = dict(bits_per_character=2.5, endless=float("inf"))
   config_dict = "from ml_collections import ConfigDict as C\n"
   files = {
     "latin": "na\u00efve\n" * 50,
@@ -149,7 +143,6 @@ def places(text, finished, tmp_path_factory):
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
     "ends.py": "import sys; sys.exit(0)",
-    **{f"seeds/seed_{i}/scores_test_12.json": json.dumps({"scores": scores}) for i in range(2)},
   }
   for name, content in (damage | files).items():
     path = root / name
@@ -177,7 +170,6 @@ def places(text, finished, tmp_path_factory):
     generate=f"generate --workdir={known['run']}",
     plot=f"plots {known['run']} --out=new.png",
     calibrate=f"calibrate {known['run']} --factor=2.5",
-    compare=f"significance {known['seeds']} --baseline={known['seeds']}",
     two="--num_processes=2",
     join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
   )

@@ -75,7 +75,7 @@ def run_command(words: list[str]) -> None:
 
 def check_flags(words: list[str]) -> None:
   if words[0] == "dpjax":
-    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis", "probes")]
+    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis")]
     sources = [path for folder in folders for path in folder.glob("*.py")]
     known = "".join(path.read_text(encoding="utf-8") for path in sources)
     for word in words[2:]:

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.PLACES)
 SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
-_SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
-_VALIDATION = tuple(f"valid/{name}" for name in _SCORES)
+SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
+_VALIDATION = tuple(f"valid/{name}" for name in SCORES)
 _NARROW = 5.0  # inches; of one column of a paper
 
 

@@ -5,7 +5,6 @@ Other arguments than described raise a `ValueError`; values are checked only out
 
 from inspect import ismodule as _ismodule
 
-from dpjax import versions as _versions
 from dpjax.ops.attention import causal_attention as causal_attention
 from dpjax.ops.attention import relative_attention as relative_attention
 from dpjax.ops.attention import relative_positions as relative_positions
@@ -66,5 +65,3 @@ from dpjax.ops.short_convolution import short_convolution_cached as short_convol
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
   name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)
 ]
-
-_versions.warn()

@@ -5,7 +5,8 @@
   boundaries.json       the settings of boundaries that know tokens by their ids, with these
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
-  README.md             a model card: scores, how to load the model, its equations in NumPy
+  README.md             a model card: scores, and how to load the model
+  numpy_model.py        the model in NumPy alone
 
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
@@ -29,11 +30,12 @@ from dpjax.config import reading
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
-from dpjax.run import card
+from dpjax.run import card, numpy_model
 from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
+_FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
 _PARTIAL, _MOVES = ".partial", "moves"  # an unfinished folder, and its file once it is moved
 _log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def save(
     address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
       _write(run, Path(scratch), f"{hub.PREFIX}{repository}", dtype, license)
-      hub.upload(Path(scratch), address, workdir_lib.EXPORTED, private=private)
+      hub.upload(Path(scratch), address, _FILES, private=private)
     return
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
@@ -107,7 +109,7 @@ def save(
 def _remove(partial: Path, folder: Path) -> None:
   """Removes what was not finished, and what of it was moved into a folder that had been empty."""
   if (partial / _MOVES).exists() and not workdir_lib.is_exported(folder):
-    for path in (folder / name for name in {Path(x).parts[0] for x in workdir_lib.EXPORTED}):
+    for path in (folder / name for name in {Path(x).parts[0] for x in _FILES}):
       if not (partial / path.name).exists():
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
   shutil.rmtree(partial, ignore_errors=True)
@@ -126,17 +128,12 @@ def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> No
   save_file(flat, path, {"step": str(run.step)})
   # A model that was made in Python may differ in anything, and its settings do not say it.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
-  text = card.write(
-    run,
-    address,
-    {name: x.shape for name, x in flat.items()},
-    license=license,
-    is_built=repr(run.model) == repr(built),
-    frozen=frozen,
-    dtype=dtype,
-  )
+  foreign = card.foreign_components(run, repr(run.model) == repr(built))
+  text = card.write(run, address, dtype, foreign=foreign, license=license)
   (folder / "README.md").write_text(text, encoding="utf-8")
-  # safetensors makes its file readable only for the owner.
+  if not foreign:
+    shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
+  # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = workdir_lib.read_config(run.workdir).to_dict()
   names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]

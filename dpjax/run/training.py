@@ -24,7 +24,7 @@ from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, losses, profiling, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
 _log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
 
 def _check_memory(state: Any, parameters: str) -> None:
   """A `UserError` if a state exceeds the memory of a CPU, where XLA may never return."""
-  memory = profiling.machine_memory()
+  memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
   copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)

@@ -1,5 +1,6 @@
 """The layout of a run on its devices: one axis that divides the batch."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -57,3 +58,10 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
   return {
     name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
   }
+
+
+def machine_memory() -> int:
+  """The bytes of this machine's memory; 0 if the system does not report it."""
+  if not hasattr(os, "sysconf"):
+    return 0
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

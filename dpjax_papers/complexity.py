@@ -1,7 +1,7 @@
 """Exact operation and parameter counts of a token mixer.
 
-  dpjax complexity --length=128 --width=128 --num_heads=32
-  dpjax complexity --inference=64
+  python -m dpjax_papers.complexity --length=128 --width=128 --num_heads=32
+  python -m dpjax_papers.complexity --inference=64
 
 l context window, t tokens so far (including the new one), d width, n heads, K levels.
 
@@ -203,7 +203,7 @@ def table(
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table described by the command line."""
   about = "Operations and parameters of one sublayer, for each token mixer."
-  parser = argparse.ArgumentParser(prog="dpjax complexity", description=about)
+  parser = argparse.ArgumentParser(prog="python -m dpjax_papers.complexity", description=about)
   parser.add_argument("--length", type=int, default=128, help="l, the context window")
   parser.add_argument("--width", type=int, default=128, help="d")
   parser.add_argument("--num_heads", type=int, default=32, help="n, a divisor of d")
@@ -213,23 +213,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     "--pattern", help="a,b: count a stack of layers with these mixers in turn, too"
   )
   parser.add_argument("--num_layers", type=int, help="of the stack; by default one of each")
-  given = parser.parse_args(arguments)
-  sizes = dict(length=given.length, width=given.width, num_heads=given.num_heads)
+  options = parser.parse_args(arguments)
+  sizes = dict(length=options.length, width=options.width, num_heads=options.num_heads)
   try:
-    rows = table(**sizes, position=given.inference)
-    if given.pattern is not None:
-      mixers = given.pattern.split(",")
-      layers = len(mixers) if given.num_layers is None else given.num_layers
+    rows = table(**sizes, position=options.inference)
+    if options.pattern is not None:
+      mixers = options.pattern.split(",")
+      layers = len(mixers) if options.num_layers is None else options.num_layers
       name = f"{', '.join(mixers)} in {layers} layers"
-      rows[name] = count_pattern(mixers, layers, position=given.inference, **sizes)
-    elif given.num_layers is not None:
-      raise UserError(f"num_layers: expected it with --pattern, got {given.num_layers} alone")
+      rows[name] = count_pattern(mixers, layers, position=options.inference, **sizes)
+    elif options.num_layers is not None:
+      raise UserError(f"num_layers: expected it with --pattern, got {options.num_layers} alone")
   except UserError as error:
     sys.exit(f"--{error}".replace("--position", "--inference"))
-  title = f"Training, forward: {given.length} tokens, width {given.width}"
-  if given.inference is not None:
-    title = f"Inference: token {given.inference} of {given.length}, width {given.width}"
+  title = f"Training, forward: {options.length} tokens, width {options.width}"
+  if options.inference is not None:
+    title = f"Inference: token {options.inference} of {options.length}, width {options.width}"
   names = [field.name for field in dataclasses.fields(Counts)]
   names.insert(-1, "operations")
   cells = [[row, *(f"{getattr(x, name):,}" for name in names)] for row, x in rows.items()]
   print(f"{title}\n\n{style.table(['', *names], cells)}")
+
+
+if __name__ == "__main__":
+  main()
