@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses, optimizer, sharding, step
 from tests import helpers

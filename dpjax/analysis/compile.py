@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from dpjax import config as config_lib
 from dpjax import files
 from dpjax.analysis import devices, style, traffic
 from dpjax.commands import flags as command_line
+from dpjax.config import loading
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError, unknown
-from dpjax.registry import ConfigDict
 
 STEPS = ("train", "evaluate", "generate")
 # The entries of vocabularies by name.
@@ -293,15 +293,19 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
 
 def main() -> None:
   """Compiles what the command line describes."""
-  command_line.define_config()
-  flags.DEFINE_string("topology", "cpu", "what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
-  flags.DEFINE_multi_enum("steps", STEPS, STEPS, "what to compile; given several times for several")
-  flags.DEFINE_integer("segments", 0, "segments of the longest row; 0: the window", lower_bound=0)
-  flags.DEFINE_bool("largest_batch", False, "find the largest train.batch_size that fits, too")
-  flags.DEFINE(command_line.PATH, "out", None, "a file for all of it as JSON")
+  parser = command_line.Parser("compile", __doc__, has_config=True)
+  about = "what to compile for: v5e:2x2, h100, h100:8, ..., cpu"
+  parser.add_argument("--topology", default="cpu", help=about)
+  about = "what to compile; given several times for several"
+  parser.add_argument("--steps", choices=STEPS, action="append", help=about)
+  about = "segments of the longest row; 0: the window"
+  parser.add_argument("--segments", type=command_line.natural, default=0, help=about)
+  about = "find the largest train.batch_size that fits, too"
+  parser.add_argument("--largest_batch", action="store_true", help=about)
+  parser.add_argument("--out", type=command_line.path, help="a file for all of it as JSON")
   devices.prepare()
-  _, places = command_line.take(sys.argv[1:], "config")
-  command_line.start(lambda _: _compile(flags.FLAGS, *places[-1:]), __doc__)
+  _, places = loading.take(sys.argv[1:], "config")
+  command_line.start(parser, lambda options: _compile(options, *places[-1:]))
 
 
 def _compile(given, place: str = "") -> None:
@@ -312,7 +316,7 @@ def _compile(given, place: str = "") -> None:
   data = given.config.data.to_dict()
   is_run = os.path.isdir(place) and config_lib.load(place).data.to_dict() == data
   sizes: Any = dict(topology=given.topology, segments=given.segments, run=place * is_run)
-  found = compile_steps(given.config, **sizes, steps=given.steps)
+  found = compile_steps(given.config, **sizes, steps=given.steps or STEPS)
   if given.largest_batch:
     found["largest_batch"] = largest_batch(given.config, **sizes)
   print(table(found))

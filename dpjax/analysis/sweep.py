@@ -24,12 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from dpjax import config as config_lib
 from dpjax import files
 from dpjax.analysis import plots, style
 from dpjax.analysis import runs as runs_lib
+from dpjax.config import loading, schema
 from dpjax.errors import UserError
 
 _TABLE = "sweep.json"
@@ -53,17 +52,19 @@ def main() -> None:
   """Trains the runs of the command line, then prints their table and draws the best."""
   from dpjax.commands import flags as command_line
 
-  flags.DEFINE(command_line.PATH, "workdir", None, "a folder for the runs")
+  parser, several = command_line.Parser("sweep", __doc__), dict(action="append", default=[])
+  parser.add_argument("--workdir", type=command_line.path, help="a folder for the runs")
   about = (
     "settings whose values go together, model.width,model.num_layers; for several groups, again"
   )
-  flags.DEFINE_multi_string("zip", [], about)
+  parser.add_argument("--zip", **several, help=about)
   about = "the folder of a sweep to table, with others, in place of training"
-  flags.DEFINE_multi(command_line.PATH, flags.ArgumentSerializer(), "table", [], about)
-  flags.DEFINE_list("seeds", [], "seeds, with commas between them; default: the configuration's")
+  parser.add_argument("--table", **several, type=command_line.path, help=about)
+  about = "seeds, with commas between them; default: the configuration's"
+  parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
   others, settings = _split(sys.argv)
   sys.argv[:] = others
-  command_line.start(lambda _: _sweep(settings, flags.FLAGS), __doc__)
+  command_line.start(parser, lambda options: _sweep(settings, options))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -93,8 +94,6 @@ def plan(
     UserError: of one of the configurations, or two runs have one name, or settings of a group
       are not there or differ in the number of values.
   """
-  from dpjax.commands import flags as command_line
-
   keys = [word.partition("=")[0] for word in settings]
   values = [_values(word) for word in settings]
   last = [key.rpartition(".")[2] for key in keys]
@@ -109,7 +108,7 @@ def plan(
       for name, value, several in zip(shown, chosen, values, strict=True)
       if len(several) > 1
     ]
-    config, name = command_line.read_config(words), ",".join(parts)
+    config, name = loading.from_words(words)[0], ",".join(parts)
     if config is None:
       raise UserError("--config: expected an experiment, got none")
     for seed in seeds or [config.seed]:
@@ -199,9 +198,7 @@ def _is_result(entry: Any) -> bool:
 
 def _has_settings(workdir: Path, config: config_lib.ConfigDict) -> bool:
   """Whether a run has exactly these settings."""
-  from dpjax.config import sections
-
-  expected = json.loads(json.dumps(sections.expand_paths(config).to_dict()))
+  expected = json.loads(json.dumps(schema.expand_paths(config).to_dict()))
   found = files.read_json(workdir / "config.json")
   del expected["plugins"]  # Those of the command line are the run's alone.
   return {key: found.get(key) for key in expected} == expected

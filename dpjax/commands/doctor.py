@@ -22,7 +22,7 @@ _OTHER_JAX = "try another version of jax"
 
 def main() -> None:
   """Looks at everything, and says what is wrong."""
-  command_line.start(lambda _: _look(), __doc__)
+  command_line.start(command_line.Parser("doctor", __doc__), lambda _: _look())
 
 
 def _look() -> None:

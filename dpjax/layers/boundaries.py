@@ -23,7 +23,7 @@ from dpjax.layers.mixer import check_settings
 from dpjax.ops import checks
 from dpjax.ops.segments import METHODS
 
-# Fields that are no settings, as in `dpjax.registry.boundaries`.
+# Fields that are no settings, as in `dpjax.config.registry.boundaries`.
 _GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "name")
 
 

@@ -10,14 +10,15 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import ops, registry
+from dpjax import ops
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 from dpjax.layers import blocks
 from dpjax.layers.boundaries import Boundaries
 from dpjax.models.hourglass import Hourglass, PooledMiddle
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
-from dpjax.registry import ConfigDict
 
 # A model made in Python, or a function of `config.model` that makes one; None: the settings'.
 Given = nn.Module | Callable[[ConfigDict], nn.Module] | None

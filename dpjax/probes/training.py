@@ -25,14 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
-from dpjax import files, registry
+from dpjax import files
 from dpjax import run as run_lib
 from dpjax.analysis import style
 from dpjax.commands import flags as command_line
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError, unknown
 from dpjax.models.build import build_model
 from dpjax.probes import tasks
-from dpjax.registry import ConfigDict
 from dpjax.training import losses
 from dpjax.training import optimizer as optimizers
 from dpjax.training import step as step_lib

@@ -50,7 +50,7 @@ def test_a_model_is_the_sum_of_its_parts(mixer):
 
 
 def test_pooling_counts_at_the_segments_there_were():
-  spaces = helpers.component(dpjax.registry.boundaries, "whitespace", space_ids=(0,))
+  spaces = helpers.component(dpjax.config.registry.boundaries, "whitespace", space_ids=(0,))
   layers = dict(first=dict(num_layers=1), last=dict(num_layers=2))
   model, params = make("relative_attention", spaces, max_length=32, **layers)
   utilisation = profiling.Utilisation(model, params, 32, True, rate=1e3)
