@@ -26,8 +26,8 @@ its folder.
 _COMPONENTS = {
   "model.mixer": "Takes the place of self-attention. `model.first.mixer` and `model.last.mixer` "
   "have the same settings; by default they are None, and mean `model.mixer`. Several mixers take "
-  "turns: `--config.model.mixer=we,attention`, and `--config.model.mixer.1.num_heads=4` sets one of "
-  "the second.",
+  "turns: `--config.model.mixer=we,attention`, and `--config.model.mixer.1.num_heads=4` sets one "
+  "of the second.",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
   "train.optimizer": "`adam`, `adamw`, `lion` and `sgd` are optax's.",

@@ -52,7 +52,8 @@ def main() -> None:
   """Trains the runs of the command line, then prints their table and draws the best."""
   from dpjax.commands import flags as command_line
 
-  parser, several = command_line.Parser("sweep", __doc__), dict(action="append", default=[])
+  parser = command_line.Parser("sweep", __doc__)
+  several: dict[str, Any] = dict(action="append", default=[])
   parser.add_argument("--workdir", type=command_line.path, help="a folder for the runs")
   about = (
     "settings whose values go together, model.width,model.num_layers; for several groups, again"

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _SIMPLE = (float, int, str, bool, tuple)
 _REQUIRED = inspect.Parameter.empty
 _MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
-_BOOLS = dict.fromkeys(("true", "t", "1"), True) | dict.fromkeys(("false", "f", "0"), False)
+_BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 class Setting(NamedTuple):
@@ -83,7 +83,7 @@ class Setting(NamedTuple):
     if value is None and self.is_optional:
       return None
     expected_type = self.value_type
-    is_number = expected_type is float and isinstance(value, Real) and not isinstance(value, bool)
+    is_number = expected_type is float and _is_real(value)
     if type(value) is not expected_type and not is_number:
       raise self._wrong_type(key, repr(value))
     if self.choices and value not in self.choices:
@@ -123,6 +123,10 @@ class Setting(NamedTuple):
     return UserError(
       f"{key}: expected a value of type {self.value_type.__name__}{none}, got {value}"
     )
+
+
+def _is_real(value: Any) -> bool:
+  return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class Registry:
@@ -218,7 +222,7 @@ class Registry:
     Raises:
       UserError: an unknown name or setting, a value of a wrong type, or a missing one.
     """
-    name = values.get("name")
+    name: Any = values.get("name")
     settings = self.settings(name, key)
     for field in values:
       if field not in settings and field != "name":

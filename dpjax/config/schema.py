@@ -7,7 +7,7 @@ steps or epochs.
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from dpjax.config import registry
 from dpjax.config.registry import ConfigDict, Registry, Setting, as_tuple
@@ -251,7 +251,7 @@ class Section(ConfigDict):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 
 
-def _is_section(value: Any) -> bool:
+def _is_section(value: Any) -> TypeGuard[Mapping]:
   return isinstance(value, Mapping | ConfigDict)
 
 
