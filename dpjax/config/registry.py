@@ -80,8 +80,10 @@ class Setting(NamedTuple):
     Raises:
       UserError: a value of another type or out of range; `key` is the setting's full name.
     """
-    if value is None and self.is_optional:
-      return None
+    if value is None:
+      if self.is_optional:
+        return None
+      raise self._wrong_type(key, "None")
     expected_type = self.value_type
     is_number = expected_type is float and _is_real(value)
     if type(value) is not expected_type and not is_number:
