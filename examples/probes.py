@@ -39,8 +39,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dpjax
-from dpjax import files, registry
+from dpjax import files
 from dpjax.analysis import style
+from dpjax.config import registry
 from dpjax.errors import UserError, exit_on_user_error, unknown
 from dpjax.training import losses
 from dpjax.training import optimizer as optimizers

@@ -17,9 +17,9 @@ from typing import Any
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
+from dpjax.config.registry import load_plugins
 from dpjax.data import corpus as corpus_lib
 from dpjax.errors import UserError
-from dpjax.registry import load_plugins
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax.__main__ import main as dpjax_main
-from dpjax.commands import flags as command_flags  # noqa: F401 - these flags stay
+from dpjax.config import registry, schema
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -212,7 +210,7 @@ def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> No
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
-  for key in config_lib.COMPONENTS:
+  for key in schema.component_keys(config):
     section = config_lib.get(config, key)
     if section is not None:
       flags.append(f"--config.{key}={section.name}")
@@ -244,18 +242,12 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
 
 @contextlib.contextmanager
 def arguments(*argv):
-  """Sets sys.argv, and afterwards removes the flags that a script has defined."""
-  before, kept = {*flags.FLAGS}, sys.argv
-  sys.argv = [*map(str, argv)]
+  """Sets sys.argv."""
+  saved, sys.argv = sys.argv, [*map(str, argv)]
   try:
     yield
   finally:
-    sys.argv = kept
-    for name in {*flags.FLAGS} - before:
-      delattr(flags.FLAGS, name)
-    for name in flags.FLAGS:
-      flags.FLAGS[name].unparse()
-    flags.FLAGS.unparse_flags()
+    sys.argv = saved
 
 
 def command(name: str, *words):

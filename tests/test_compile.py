@@ -15,9 +15,9 @@ import optax
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax.analysis import compile as compile_lib
 from dpjax.analysis import devices
+from dpjax.config import registry
 from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.training import losses, sharding, step

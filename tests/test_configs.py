@@ -13,9 +13,9 @@ from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
 from configs import hnet, modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
+from dpjax.config.registry import load_plugins
 from dpjax.data import corpus, remote
 from dpjax.models.build import build_model
-from dpjax.registry import load_plugins
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "__init__")

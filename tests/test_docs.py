@@ -238,10 +238,6 @@ def test_every_public_name_has_an_entry_and_an_example(package):
 
 def test_the_page_of_settings_is_what_the_code_says():
   generator = runpy.run_path(str(DOCS / "settings_page.py"))
-  said = generator["meanings"]()
-  flat = dpjax.config.flatten(dpjax.config.default())
-  held = tuple(f"{key}." for key in dpjax.config.COMPONENTS)
-  assert [key for key in flat if not key.startswith(held) and not said.get(key)] == []
 
   def ours(page):  # The words of another library are its own matter.
     return re.sub(r"### (adamw?|lion|sgd)\n.*?(?=^### )", "", page, flags=re.DOTALL | re.MULTILINE)

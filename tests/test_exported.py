@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax.commands import export
+from dpjax.config import registry
 from dpjax.models import build
 from dpjax.run import card as card_lib
 from dpjax.run import numpy_model

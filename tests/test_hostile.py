@@ -13,7 +13,6 @@ import sys
 
 import pytest
 
-from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
 from tests import helpers
 
 SECONDS = 60  # Ends a command that hangs.
@@ -22,7 +21,7 @@ SECONDS = 60  # Ends a command that hangs.
 SETTINGS = helpers.cases(r"""
   # Unknown ones and other types.
   model.widht=3 | expected a known setting, .* nearest known is model.width
-  model.width=a | --config.model.width=a
+  model.width=a | --config.model.width: .* type int, got a$
   train.learning_rate=fast | learning_rate
   data.split_fractions=(1,2.5,3) | expected
   # Components.
@@ -59,7 +58,7 @@ COMMANDS = helpers.cases(r"""
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
   {train} --config={quickstart} rest | flags: expected --name=value
   {train} --config={quickstart} --config.model.width=8,6 | .dpjax sweep trains a run for each
-  train --config={quickstart} --wordkir={new} | wordkir
+  train --config={quickstart} --wordkir={new} | wordkir; did you mean --workdir
   # Folders that are no run's, or another's.
   train --config={quickstart} --workdir={run} | workdir: expected an empty folder or a run
   train {quick} --workdir={text} | workdir: expected a folder that can be written
@@ -74,7 +73,7 @@ COMMANDS = helpers.cases(r"""
   evaluate | --workdir, --torch_checkpoint: expected one of them, got none
   # Prompts and samples.
   generate | --workdir
-  {generate} --seed=-1 | seed: expected an integer in
+  {generate} --seed=-1 | seed: expected at least 0, got -1
   {generate} --length=2147483648 | ^length: expected
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
   {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7

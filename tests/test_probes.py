@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.models.build import build_model
 from dpjax.models.language_model import LanguageModelOutput
 from tests import helpers

@@ -11,9 +11,9 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
+from dpjax.config.registry import Setting
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries
-from dpjax.registry import Setting
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -49,9 +49,9 @@ def mixers(monkeypatch):
 def test_settings_are_the_fields_that_a_person_can_set(mixers):
   dpjax.register_mixer("decay", Decay)
   assert mixers.settings("decay") == {
-    "rate": Setting(float, 0.5, False),
-    "num_steps": Setting(int, None, True),
-    "kinds": Setting(tuple, ("a",), False),
+    "rate": Setting(0.5, type=float),
+    "num_steps": Setting(None, type=int, is_optional=True),
+    "kinds": Setting(("a",), type=tuple),
   }
   section = config_lib.mixer("decay", rate=0.8, num_steps=3)
   assert section.to_dict() == dict(name="decay", rate=0.8, num_steps=3, kinds=("a",))
@@ -61,7 +61,9 @@ def test_settings_of_functions_are_their_arguments():
   names = {name: [*registry.optimizers.settings(name)] for name in ("adam", "sgd", "lion")}
   assert {"b1", "b2", "eps"} <= {*names["adam"]} and "learning_rate" not in names["adam"]
   assert names["sgd"] == ["momentum", "nesterov"] and "weight_decay" in names["lion"]
-  assert registry.optimizers.settings("sgd")["momentum"] == Setting(float, None, True)
+  assert registry.optimizers.settings("sgd")["momentum"] == Setting(
+    None, type=float, is_optional=True
+  )
 
 
 @dataclasses.dataclass

@@ -15,9 +15,8 @@ import sys
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax import run as run_lib
-from dpjax.commands import flags as command_line
+from dpjax.config import loading, registry
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -50,9 +49,7 @@ def get_config():
   settings += "middle.boundaries.prior=0.3 middle.width=64"
   flags = [f"--config.model.{setting}" for setting in settings.split()]
   with helpers.arguments("train", f"--config={tmp_path / 'config.py'}", *flags):
-    holder = command_line.define_config()
-    command_line._parse(sys.argv)
-    model = holder.value.model
+    model = loading.from_words(sys.argv[1:])[0].model
   assert model.first.mixer is None and model.middle.width == 64
   expected = config_lib.boundaries("gumbel", prior=0.3)
   assert model.middle.boundaries.to_dict() == expected.to_dict()

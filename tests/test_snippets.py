@@ -16,7 +16,7 @@ import pytest
 
 import dpjax
 from dpjax import __main__ as dpjax_command
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.data import corpus
 from tests import helpers
 

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from dpjax import config as config_lib
 from dpjax import files
 from dpjax.analysis import devices, style
 from dpjax.commands import flags as command_line
+from dpjax.config import loading
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError, unknown
-from dpjax.registry import ConfigDict
 
 STEPS = ("train", "evaluate", "generate")
 # The sizes of the vocabularies that have a name.
@@ -307,15 +307,19 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
 
 def main() -> None:
   """Compiles what the command line describes."""
-  command_line.define_config()
-  flags.DEFINE_string("topology", "cpu", "what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
-  flags.DEFINE_multi_enum("steps", STEPS, STEPS, "what to compile; repeat it for several")
-  flags.DEFINE_integer("segments", 0, "segments of the longest row; 0: the window", lower_bound=0)
-  flags.DEFINE_bool("largest_batch", False, "also find the largest train.batch_size that fits")
-  flags.DEFINE(command_line.PATH, "out", None, "a JSON file for the results")
+  parser = command_line.Parser("compile", __doc__, has_config=True)
+  about = "what to compile for: v5e:2x2, h100, h100:8, ..., cpu"
+  parser.add_argument("--topology", default="cpu", help=about)
+  about = "what to compile; repeat it for several"
+  parser.add_argument("--steps", choices=STEPS, action="append", help=about)
+  about = "segments of the longest row; 0: the window"
+  parser.add_argument("--segments", type=command_line.natural, default=0, help=about)
+  about = "also find the largest train.batch_size that fits"
+  parser.add_argument("--largest_batch", action="store_true", help=about)
+  parser.add_argument("--out", type=command_line.path, help="a JSON file for the results")
   devices.prepare()
-  _, names = command_line.take(sys.argv[1:], "config")
-  command_line.start(lambda _: _compile(flags.FLAGS, *names[-1:]), __doc__)
+  _, names = loading.take(sys.argv[1:], "config")
+  command_line.start(parser, lambda options: _compile(options, *names[-1:]))
 
 
 def _compile(arguments, name: str = "") -> None:
@@ -327,7 +331,7 @@ def _compile(arguments, name: str = "") -> None:
   is_run = os.path.isdir(folder) and config_lib.load(folder).data.to_dict() == config.data.to_dict()
   options: Any = dict(topology=arguments.topology, segments=arguments.segments)
   options |= {"run": folder} if is_run else {}
-  result = compile_steps(config, **options, steps=arguments.steps)
+  result = compile_steps(config, **options, steps=arguments.steps or STEPS)
   if arguments.largest_batch:
     result["largest_batch"] = largest_batch(config, **options)
   print(table(result))

@@ -59,7 +59,7 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 
   Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
-  from dpjax.config.reading import read_settings  # slow to import
+  from dpjax.config.loading import read_settings  # slow to import
 
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):

@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from dpjax import config as config_lib
 from dpjax.analysis import plots, style
 from dpjax.analysis import runs as runs_lib
+from dpjax.config import loading
 from dpjax.errors import UserError
 
 
@@ -48,13 +47,15 @@ def main() -> None:
   """Trains the runs of the command line, then prints their table."""
   from dpjax.commands import flags as command_line
 
-  flags.DEFINE(command_line.PATH, "workdir", None, "a folder for the runs")
+  parser = command_line.Parser("sweep", __doc__)
+  parser.add_argument("--workdir", type=command_line.path, help="a folder for the runs")
   about = "settings whose values go together, model.width,model.num_layers; repeat it for groups"
-  flags.DEFINE_multi_string("zip", [], about)
-  flags.DEFINE_list("seeds", [], "seeds, with commas between them; default: the configuration's")
+  parser.add_argument("--zip", action="append", default=[], help=about)
+  about = "seeds, with commas between them; default: the configuration's"
+  parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
   others, settings = _split(sys.argv)
   sys.argv[:] = others
-  command_line.start(lambda _: _sweep(settings, flags.FLAGS), __doc__)
+  command_line.start(parser, lambda options: _sweep(settings, options))
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -84,8 +85,6 @@ def plan(
     UserError: a configuration is wrong, two runs have the same name, or settings of a group are
       missing or differ in the number of values.
   """
-  from dpjax.commands import flags as command_line
-
   keys, values = [word.partition("=")[0] for word in settings], [*map(_values, settings)]
   names = [key.lstrip("-").removeprefix("config.") for key in keys]
   groups: dict[Any, list[int]] = {}  # the settings, by number, that vary together
@@ -103,7 +102,7 @@ def plan(
   for choice in itertools.product(*(range(len(values[i])) for i, *_ in groups.values())):
     choices = {i: at for members, at in zip(groups.values(), choice, strict=True) for i in members}
     chosen = [values[i][choices[i]] for i in range(len(keys))]
-    config = command_line.read_config([key + x for key, x in zip(keys, chosen, strict=True)])
+    config, _ = loading.from_words([key + x for key, x in zip(keys, chosen, strict=True)])
     if config is None:
       raise UserError("--config: expected an experiment, got none")
     name = ",".join(

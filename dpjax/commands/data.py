@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
+from dpjax.config.registry import load_plugins
 from dpjax.data import corpus
-from dpjax.registry import load_plugins
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

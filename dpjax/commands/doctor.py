@@ -25,7 +25,7 @@ _DEFECTS = {
 
 def main() -> None:
   """Runs all checks, and lists those that fail."""
-  command_line.start(lambda _: _check_all(), __doc__)
+  command_line.start(command_line.Parser("doctor", __doc__), lambda _: _check_all())
 
 
 def _check_all() -> None:

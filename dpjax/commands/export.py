@@ -27,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--license", default="", help=about)
   about = "make a private model at the Hub, for which HF_TOKEN or `hf auth login` gives the token"
   parser.add_argument("--private", action="store_true", help=about)
-  with command_line.parsed(parser, arguments) as given:
+  with command_line.parsed(parser, arguments) as options:
     from dpjax import run as run_lib
     from dpjax.run import workdir
 
     command_line.check_platform()
-    about = dict(dtype=given.dtype, license=given.license, private=given.private)
-    run_lib.load(given.run, given.step).save(given.out, **about)
-    if hub.is_address(given.out):
-      print(f"{given.out}: uploaded")
+    about = dict(dtype=options.dtype, license=options.license, private=options.private)
+    run_lib.load(options.run, options.step).save(options.out, **about)
+    if hub.is_address(options.out):
+      print(f"{options.out}: uploaded")
       return
-    size = (Path(given.out) / workdir.PARAMETERS).stat().st_size
-    print(f"{given.out}: {size / 2**20:,.1f} MiB")
+    size = (Path(options.out) / workdir.PARAMETERS).stat().st_size
+    print(f"{options.out}: {size / 2**20:,.1f} MiB")

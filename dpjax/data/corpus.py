@@ -25,11 +25,11 @@ import numpy as np
 from tqdm import tqdm
 
 from dpjax import files
+from dpjax.config.registry import load_plugins
 from dpjax.data import readers, remote
 from dpjax.data.mixture import parse
 from dpjax.data.remote import Files, Source
 from dpjax.errors import UserError, unknown
-from dpjax.registry import load_plugins
 from dpjax.text.tokenizer import rate_cut
 
 SPLITS = ("train", "valid", "test")

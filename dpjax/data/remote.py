@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import files, hub
+from dpjax.config.registry import load_plugins
 from dpjax.data import readers
 from dpjax.data.readers import optional
 from dpjax.errors import UserError
-from dpjax.registry import load_plugins
 
 RETRIES = 2  # after a second, and after two more
 COLUMNS = ("text", "content")

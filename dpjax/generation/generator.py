@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel
-from dpjax.registry import ConfigDict
 from dpjax.text.tokenizer import TextStream, Tokenizer
 
 # Tokens of a call, by steps and by full passes.

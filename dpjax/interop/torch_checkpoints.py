@@ -16,8 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from dpjax import config as config_lib
-from dpjax import registry
-from dpjax.config import ConfigDict
+from dpjax.config import ConfigDict, registry
 from dpjax.errors import UserError
 from dpjax.interop import torch_arrays
 from dpjax.interop.torch_arrays import Table

@@ -10,7 +10,9 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import ops, registry
+from dpjax import ops
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries
@@ -18,7 +20,6 @@ from dpjax.layers.common import Norm
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
-from dpjax.registry import ConfigDict
 
 # A model, or a function of `config.model` that makes one; None: the settings'.
 CustomModel = nn.Module | Callable[[ConfigDict], nn.Module] | None

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from dpjax import files, hub
-from dpjax.config import reading
+from dpjax.config import loading
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
@@ -138,8 +138,8 @@ def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> No
   settings = workdir_lib.read_config(run.workdir).to_dict()
   names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
   sums = {name: files.checksum(folder / name) for name in names}
-  sums["config.json"] = reading.digest(settings)
-  files.write_json(folder / "config.json", {**settings, reading.CHECKSUMS: sums})
+  sums["config.json"] = loading.digest(settings)
+  files.write_json(folder / "config.json", {**settings, loading.CHECKSUMS: sums})
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:

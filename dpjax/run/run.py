@@ -13,14 +13,14 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
-from dpjax.config import sections
+from dpjax.config import schema
+from dpjax.config.registry import ConfigDict
 from dpjax.data.tokens import Tokens, count_text
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
-from dpjax.registry import ConfigDict
 from dpjax.run import export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
@@ -347,7 +347,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   except Exception as error:  # A damaged file shows as any of several types.
     message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     raise UserError(message) from error
-  config = sections.expand_paths(config)
+  config = schema.expand_paths(config)
   config_lib.check(config)
   settings = config.model
   name = config_lib.mixer_names(settings.mixer)

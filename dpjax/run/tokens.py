@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import files
+from dpjax.config.registry import ConfigDict
 from dpjax.data import remote
 from dpjax.data import tokens as data_tokens
 from dpjax.data.corpus import load_corpus
 from dpjax.data.tokens import Tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
-from dpjax.registry import ConfigDict
 from dpjax.run.workdir import find, on_first_process
 from dpjax.text.tokens import Tokenizer, load_tokenizer
 

@@ -24,8 +24,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
-from dpjax import files, hub, registry
-from dpjax.config import ConfigDict, reading, sections
+from dpjax import files, hub
+from dpjax.config import ConfigDict, loading, registry, schema
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
@@ -65,7 +65,7 @@ def find(address: str | Path) -> Path:
 
 def check_exported(folder: Path, *names: str) -> bool:
   """Whether an exported run has checksums; a `UserError` if those of the files `names` differ."""
-  sums = files.read_json(folder / "config.json").get(reading.CHECKSUMS)
+  sums = files.read_json(folder / "config.json").get(loading.CHECKSUMS)
   if not isinstance(sums, dict):
     return False
   for path, expected in [(folder / name, sums[name]) for name in names if name in sums]:
@@ -157,11 +157,11 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
         "checkpoints and no config.json"
       )
     return False
-  differences = config_lib.differences(reading.read_settings(path), config.to_dict())
+  differences = config_lib.differences(loading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = " (the schedule ends with the length: to train on, take a new workdir and "
     hint += f"train.initial_run = {workdir})"
-    hint *= all(line.startswith(config_lib.LENGTH_KEYS) for line in differences)
+    hint *= all(line.startswith(schema.LENGTH_KEYS) for line in differences)
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
       f"whose run has another: {'; '.join(differences)}{hint}"
@@ -191,7 +191,7 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
     try:
       if frozen is not None:
         write_json(workdir / "frozen.json", frozen.to_dict())
-      plugins = {"plugins": sections.plugins_in(config)}
+      plugins = {"plugins": schema.plugins_in(config)}
       write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
       raise not_writable("workdir", workdir, error) from error
@@ -203,14 +203,14 @@ def read_config(workdir: Path) -> ConfigDict:
   """The settings of the run in a folder; a `UserError` if they cannot be read."""
   if not (workdir / "config.json").exists():
     raise UserError(f"workdir: expected the folder of a run, got {workdir}")
-  return reading.of_run(workdir)
+  return loading.of_run(workdir)
 
 
 def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return config_lib.from_dict({"model": reading.read_settings(workdir / "frozen.json")}).model
+  return config_lib.from_dict({"model": loading.read_settings(workdir / "frozen.json")}).model
 
 
 def needs_run(config: ConfigDict) -> bool:

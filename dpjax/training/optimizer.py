@@ -1,4 +1,4 @@
-"""Learning rates and update rules, for the names in `dpjax.registry`."""
+"""Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import traverse_util
 from optax import contrib
 
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.errors import UserError
 from dpjax.models.build import frozen_path
 from dpjax.models.stack import is_stacked
@@ -55,7 +55,7 @@ def _names(path) -> list[str]:
 def make_optimizer(
   name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
-  """An update rule by its name in `dpjax.registry.optimizers`, with settings such as `b1`.
+  """An update rule by its name in `dpjax.config.registry.optimizers`, with settings such as `b1`.
 
   Gradients are first clipped to the global norm `clip_norm`, unless it is 0. `rate` may be a
   function of the update's number. An unknown name or setting raises a `UserError`.

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise
 from dpjax.models.build import build_model, pad_id

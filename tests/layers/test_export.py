@@ -67,9 +67,9 @@ def test_every_layer(layer, fields, inputs):
 )
 def test_models(mixer, boundaries):
   kind = helpers.component(
-    dpjax.registry.boundaries, boundaries, num_capacities=2, space_ids=(2,), end_ids=(2,)
+    dpjax.config.registry.boundaries, boundaries, num_capacities=2, space_ids=(2,), end_ids=(2,)
   )
-  section = helpers.component(dpjax.registry.mixers, mixer, num_heads=3)
+  section = helpers.component(dpjax.config.registry.mixers, mixer, num_heads=3)
   model = dpjax.build_model(helpers.model_settings(section, kind))
   params = model.init(jax.random.key(0), TOKENS)
   check(lambda params, tokens: model.apply(params, tokens).logits, params, np.int32(TOKENS))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.layers import attention, block, dispatcher, embeddings, extractors
 from dpjax.models.build import build_model
 from tests import helpers

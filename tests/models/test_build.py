@@ -5,7 +5,8 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import layers, models, ops, registry
+from dpjax import layers, models, ops
+from dpjax.config import registry
 from dpjax.layers import attention
 from dpjax.models.build import build_boundaries
 from tests import helpers

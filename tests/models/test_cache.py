@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import registry
+from dpjax.config import registry
 from tests import helpers
 
 BATCH, LENGTH, VOCAB = 3, 23, 11

@@ -6,7 +6,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses
 from tests import helpers

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import ops, registry
+from dpjax import ops
+from dpjax.config import registry
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 3, 11, 7, 6

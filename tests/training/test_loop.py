@@ -78,7 +78,7 @@ def from_spaces(batch):
   ],
 )
 def test_nothing_moves_unasked(mixer, boundaries, settings, tmp_path):
-  known = dpjax.registry
+  known = dpjax.config.registry
   mixer = helpers.component(known.mixers, mixer, num_heads=1, **settings)
   boundaries = helpers.component(known.boundaries, boundaries, num_capacities=2, space_ids=(SPACE,))
   config = helpers.model_settings(mixer, boundaries, vocab_size=VOCAB, max_length=11, dropout=0.1)

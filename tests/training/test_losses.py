@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers, registry
+from dpjax import layers
+from dpjax.config import registry
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
 from tests import helpers

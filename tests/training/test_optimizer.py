@@ -14,7 +14,7 @@ from optax import contrib
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.training import checkpoints, optimizer, sharding
 from dpjax.training import step as step_lib
 from tests import helpers

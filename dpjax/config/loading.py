@@ -1,35 +1,26 @@
-"""Reads configurations: of experiments, by name or by file, and of runs."""
+"""Reads configurations: of experiments, of runs, and with what a command line changes."""
 
 import contextlib
 import hashlib
 import importlib.machinery
 import json
 import os
+import re
 import runpy
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpjax import files, registry
-from dpjax.config.checks import check
-from dpjax.config.sections import COMPONENTS, check_type, default, flatten, middle, place
+from dpjax import files
+from dpjax.config import registry, schema
+from dpjax.config.registry import ConfigDict
+from dpjax.config.rules import check
 from dpjax.errors import UserError, unknown_setting
-from dpjax.registry import ConfigDict
 
-# Settings that may change on resume: they change the order of sums, rounding and the random
-# numbers of dropout and drawn boundaries at most, and which checkpoint is the best. The length
-# may change only where the schedule does not depend on it.
-LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
-FREE_KEYS = tuple(
-  """plugins data.data_dir data.manual_dir model.remat model.scan_layers train.accumulate_steps
-  train.checkpoint_every_steps train.eval_every_ train.keep_checkpoints train.log_every_steps
-  train.parameters train.patience eval. sample.""".split()
-)
 CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
-FREE_NAMES = ("implementation", "num_capacities")  # of components
 
 
 def load(experiment: str) -> ConfigDict:
@@ -106,9 +97,9 @@ def _modules() -> list[str]:
   return [name for name in sys.modules if name.partition(".")[0] == "configs"]
 
 
-def from_dict(settings: Mapping) -> ConfigDict:
+def from_dict(settings: Any) -> ConfigDict:
   """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
-  config = _fill(default(), settings)
+  config = schema.fill(settings)
   check(config)
   return config
 
@@ -148,37 +139,84 @@ def of_run(folder: Path) -> ConfigDict:
     ) from error
 
 
-def _fill(config: ConfigDict, settings: Mapping, prefix: str = "") -> ConfigDict:
-  for name, value in settings.items():
-    key = f"{prefix}{name}"
-    if name not in config:
-      raise unknown_setting(key, flatten(default()))
-    if place(key) == "model.middle" and isinstance(value, Mapping):
-      config[name] = middle()
-    if place(key) in COMPONENTS and isinstance(value, Mapping):
-      config[name] = COMPONENTS[place(key)].from_dict(value, key)
-    elif COMPONENTS.get(place(key)) is registry.mixers and isinstance(value, list | tuple):
-      check_type(key, value, config[name])
-      several = registry.in_turn(key, value).items()
-      config[name] = tuple(registry.mixers.from_dict(x, own) for own, x in several)
-    elif isinstance(config[name], ConfigDict) and isinstance(value, Mapping):
-      _fill(config[name], value, f"{key}.")
+def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list[str]]:
+  """Changes settings as --config.KEY=VALUE says; returns the configuration and the other words.
+
+    --config.model.width=64 --noconfig.model.use_bias --config.model.mixer=we
+    --config.model.mixer=we,attention --config.model.mixer.1.num_heads=4
+
+  Components are chosen first, by their names. Of several mixers, those that the configuration has
+  already keep their settings.
+
+  Raises:
+    UserError: an unknown setting, or a text that is no value of its type.
+  """
+  names = schema.component_keys(schema.fill(config, is_complete=True))
+  for key, node in names.items():
+    words, choices = take(words, f"config.{key}", f"config.{key}.name")
+    if choices and choices[-1] == "none" and node.default is None:
+      schema.set_value(config, key, None)
+    elif choices:
+      value: Any = choices[-1]
+      if node.components is registry.mixers and "," in value:
+        previous = {x["name"]: x for x in schema.in_turn(key, schema.get(config, key)).values()}
+        value = [previous.get(name, name) for name in value.split(",")]
+      schema.set_value(config, key, schema.component(node.components, value, key))
+  settings = {key: setting for key, _, setting in schema.walk(schema.fill(config))}
+  rest, others = iter(words), []
+  for word in rest:
+    match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL)
+    if match is None:
+      others.append(word)
+      continue
+    negation, key, text = match.groups()
+    setting, section = settings.get(key), key.rpartition(".")[0]
+    if setting is None:
+      is_component = re.sub(r"\.\d+$", "", section) in names and f"{section}.name" in settings
+      owner = schema.get(config, section)["name"] if is_component else ""
+      raise unknown_setting(
+        key, [x for x in settings if x.startswith(section * bool(owner))], owner
+      )
+    if setting.value_type is bool:
+      text = "False" if negation else "True" if text is None else text
+    elif text is None:
+      text = next(rest, "")
+    if negation and setting.value_type is not bool:
+      raise UserError(f"{word}: expected a setting that is True or False, got {key}")
+    if key.endswith("middle"):
+      expected = "expected it in a configuration file, by dpjax.config.middle"
+      raise UserError(f"--config.{key}: {expected}, got {text}")
+    schema.set_value(config, key, setting.parse(f"--config.{key}", text))
+  return schema.fill(config, is_complete=True), others
+
+
+def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:
+  """The configuration of --config=EXPERIMENT and --config.KEY=VALUE, and the other words."""
+  words, experiments = take(words, "config")
+  return override(load(experiments[-1]), words) if experiments else (None, words)
+
+
+def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
+  """The words of a command line without --NAME=VALUE and --NAME VALUE, and the values."""
+  others, values, rest = [], [], iter(words)
+  for word in rest:
+    flag, is_joined, value = word.partition("=")
+    if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
+      values.append(value if is_joined else next(rest, ""))
     else:
-      value = registry.as_tuple(value)
-      check_type(key, value, config[name])
-      config[name] = value
+      others.append(word)
+  return others, values
+
+
+def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
+  """Changes a configuration to its variant, "tiny", which trains in a minute on a CPU, or ""."""
+  if variant not in ("", "tiny"):
+    raise UserError(f"expected the variant tiny, or none, got {variant}")
+  if variant:
+    config.model.update(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    config.train.update(num_steps=50, num_epochs=0.0, eval_every_steps=25, eval_every_epochs=0.0)
+    config.train.update(batch_size=8, learning_rate=1e-3)
+    if "warmup_steps" in config.train.schedule:
+      config.train.schedule.warmup_steps = 5
+    config.sample.length = 20
   return config
-
-
-def differences(old: Mapping, new: Mapping) -> list[str]:
-  """The settings that keep `new` from resuming a run of `old`: `key: old there, new here`."""
-  there, here = flatten(_fill(default(), old)), flatten(new)
-  is_unbounded = here.get("train.schedule.name") == "constant"
-  free = FREE_KEYS + LENGTH_KEYS if is_unbounded else FREE_KEYS
-  return [
-    f"{key}: {there.get(key)!r} there, {here.get(key)!r} here"
-    for key in sorted(there.keys() | here.keys())
-    if there.get(key) != here.get(key)
-    and not key.startswith(free)
-    and key.rpartition(".")[2] not in FREE_NAMES
-  ]
