@@ -4,7 +4,7 @@
   python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=results/compiled.json
 
 --scale takes the papers' largest models and one of a billion parameters instead, with
-train.parameters replicated and sharded, and a batch of 8 rows for each device. What is in the file
+train.param_sharding replicated and fsdp, and a batch of 8 rows for each device. What is in the file
 already is not compiled again. Prints the table of docs/accelerators.md.
 
   python benchmarks/compiled.py --operators --topologies=h100,v5e --out=results/compiled_ops.json
@@ -198,7 +198,7 @@ def main() -> None:
   print("|---|---:|---|---:|---:|---|")
   for topology in given.topologies.split(","):
     for name in LARGE if given.scale else CONFIGS:
-      ways = ("replicated", "sharded") if given.scale else ("",)
+      ways = ("replicated", "fsdp") if given.scale else ("",)
       for way in ways:
         case = ", ".join(filter(None, (name, topology, way)))
         if given.only not in case:
@@ -209,7 +209,7 @@ def main() -> None:
           devices = math.prod(map(int, (topology.partition(":")[2] or "1").split("x")))
           rows = 8 if given.scale else -(-config_lib.load(config).train.batch_size // devices)
           settings += [f"train.batch_size={rows * devices}"]
-          settings += [f"train.parameters={way}"] if way else []
+          settings += [f"train.param_sharding={way}"] if way else []
           found = run(config, topology, settings)
           report[case] = {"settings": settings, **found}
           files.write_json(path, report)

@@ -101,6 +101,6 @@ def _message(error: Exception) -> str | None:
   (what, *_) = str(error).splitlines() or [type(error).__name__]
   return (
     f"memory: expected enough of it, got: {what[:200]} Less is needed with a smaller "
-    "train.batch_size, more train.accumulate_steps or model.remat in training; with a "
+    "train.batch_size, more train.grad_accum_steps or model.remat in training; with a "
     "smaller eval.batch_size, or --num_samples, afterwards; and with a smaller model"
   )

@@ -102,7 +102,9 @@ class _LayersInTurn(nn.Module):
 
   @property
   def stack(self) -> Stack:
-    frame: dict[str, Any] = dict(hidden_width=7, norm="pre", activation="gelu", dtype=self.dtype)
+    frame: dict[str, Any] = dict(
+      hidden_width=7, norm_position="pre", activation="gelu", dtype=self.dtype
+    )
     blocks = []
     for make in self.make_mixers:
       make = partial(make, max_length=self.max_length)

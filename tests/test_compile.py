@@ -67,7 +67,7 @@ def test_parameters_are_told_by_part():
 
 def test_a_batch_that_does_not_divide_is_rounded_up():
   config = small("fixed")
-  config.train.batch_size, config.train.accumulate_steps = 5, 2
+  config.train.batch_size, config.train.grad_accum_steps = 5, 2
   found = compile_lib.compile_steps(config, "here", steps=())
   assert (found["devices"], found["batch_size"]) == (8, 16)
   assert config.train.batch_size == 5
@@ -188,7 +188,7 @@ def test_a_vocabulary_is_known_where_the_tokenizer_tells():
 
 def test_sharded_parameters_are_gathered_and_activations_stay():
   config = small(activation="swiglu", vocab_size=40)
-  config.train.parameters = "sharded"
+  config.train.param_sharding = "fsdp"
   programs = compile_lib._Programs(config, jax.devices(), 0)
   step, arguments, known = programs.train()
   found = traffic.count(step.lower(*arguments, **known).compile().as_text())

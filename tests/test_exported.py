@@ -41,7 +41,7 @@ def run(finished):
 def unigram(text, tmp_path_factory):
   """A run in shards, whose boundaries need a model of their own."""
   config = helpers.pooled_config(text, "unigram", num_steps=2, eval_every_steps=2)
-  config.train.parameters = "sharded"
+  config.train.param_sharding = "fsdp"
   return dpjax.train(config, tmp_path_factory.mktemp("runs") / "run")[0]
 
 
@@ -103,9 +103,9 @@ def test_training_begins_with_it_and_leaves_it_whole(run, tmp_path):
   wider = config.copy_and_resolve_references()
   wider.model.width = 24
   for other in (config, wider):
-    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*initial_run"):
+    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
       dpjax.train(other, tmp_path / "out")
-  config.train.initial_run = str(tmp_path / "out")
+  config.train.init_from = str(tmp_path / "out")
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
   chex.assert_trees_all_equal(new.params, run.params)
   after = {x: x.read_bytes() for x in (tmp_path / "out").rglob("*") if x.is_file()}
@@ -380,10 +380,14 @@ def test_a_card_of_the_clone_is_what_its_settings_give(name):
 
 
 TODAY = dict(
-  norm="pre", norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False
+  norm_position="pre",
+  norm_type="rms_norm",
+  activation="swiglu",
+  tie_embeddings=True,
+  use_bias=False,
 )
-OTHER = dict(norm="pre", positions="learned", activation="gelu", norm_epsilon=0.3)
-PAPER = dict(norm="post", positions="sinusoidal", activation="relu")
+OTHER = dict(norm_position="pre", positions="learned", activation="gelu", norm_epsilon=0.3)
+PAPER = dict(norm_position="post", positions="sinusoidal", activation="relu")
 
 
 def described(settings, boundaries=None, middle=None, **mixer) -> dict:

@@ -19,7 +19,7 @@ def learn(batch, names, mixer, boundaries="none", **settings):
   mixer = helpers.component(registry.mixers, mixer, num_heads=3)
   config = helpers.model_settings(mixer, boundaries, positions="learned", **sizes, **settings)
   model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
-  update = optimizer.make_optimizer("adam", 3e-3, clip_norm=1.0)
+  update = optimizer.make_optimizer("adam", 3e-3, grad_clip_norm=1.0)
   mesh = sharding.make_mesh(jax.devices()[:1])
   state = step.jit_init(model, update, 0, step.abstract_state(model, update, 0, mesh))
   places = sharding.state_sharding(state, mesh)

@@ -27,16 +27,16 @@ def optimizer_with_moments():
 @pytest.mark.parametrize(
   "changes, optimizer",
   [
-    (dict(accumulate_steps=2, batch_size=16), lambda: None),
-    (dict(ema_decay=0.6, parameters="sharded"), optimizer_with_moments),
-    pytest.param(dict(batches="random_windows"), lambda: None, marks=pytest.mark.slow),
+    (dict(grad_accum_steps=2, batch_size=16), lambda: None),
+    (dict(ema_decay=0.6, param_sharding="fsdp"), optimizer_with_moments),
+    pytest.param(dict(sampling="random_windows"), lambda: None, marks=pytest.mark.slow),
   ],
   ids=["accumulated", "average", "mixture"],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, changes, optimizer):
   config = helpers.small_config(text, **changes)
-  if "batches" in changes:
+  if "sampling" in changes:
     other = helpers.write_text(tmp_path / "other.txt")
     config.data.path, config.data.mixture = "", f"{text}=3,{other}=1"
   known = dict(model=helpers.bigrams, optimizer=optimizer())
@@ -54,7 +54,7 @@ def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, chang
   losses = (tmp_path / "parts/losses.f32").read_bytes()
   assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
   assert helpers.medians(tmp_path / "parts") == helpers.medians(tmp_path / "whole")
-  if "batches" in changes:
+  if "sampling" in changes:
     config.data.mixture = config.data.mixture.replace("3", "2")
     with pytest.raises(dpjax.UserError, match="workdir: .*data.mixture: .* there"):
       dpjax.train(config, tmp_path / "parts", **known)
@@ -90,7 +90,7 @@ def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section, name", [("train", "products"), ("model", "dtype")])
+@pytest.mark.parametrize("section, name", [("train", "matmul_dtype"), ("model", "dtype")])
 @pytest.mark.usefixtures("standard_promotion")
 def test_in_bfloat16_a_stopped_run_ends_like_a_whole_one(text, tmp_path, section, name):
   config = helpers.small_config(text)
@@ -192,7 +192,7 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
     text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1
   )
   config.model.update(dict(width=96, feed_forward_width=384))
-  config.train.batches = "random_windows"
+  config.train.sampling = "random_windows"
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
   assert "The test split" in printed
@@ -245,20 +245,20 @@ def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "whitespace"])
+@pytest.mark.parametrize("kind", ["fsdp", "whitespace"])
 def test_two_processes_train_as_one(text, tmp_path, kind):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
   if kind == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
     config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
   else:
-    config.train.parameters = kind
+    config.train.param_sharding = kind
     config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
-  if kind == "sharded":
+  if kind == "fsdp":
     assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1

@@ -1,7 +1,7 @@
 """Compiles a configuration for devices that need not be there, and tells what it would take.
 
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
-  dpjax compile --config=runs/mine --topology=h100:8 --config.train.parameters=sharded
+  dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
 
 A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :NUMBER; or cpu.
 A vocabulary that a run gets from its text comes from --config=RUN, the folder of one that has it,
@@ -74,7 +74,7 @@ def compile_steps(
       raise unknown("steps", STEPS, step)
   device, places = devices.find(topology)
   config, dtype = _with_vocabulary(config, run), _dtype(config)
-  unit = len(places) * config.train.accumulate_steps
+  unit = len(places) * config.train.grad_accum_steps
   config.train.batch_size = -(-config.train.batch_size // unit) * unit
   programs = _Programs(config, places, segments)
   found = {step: _measure(getattr(programs, step)(), device, dtype) for step in steps}
@@ -89,7 +89,7 @@ def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0, run: 
   Compiles for a growing batch, then bisects; 0 if no batch fits.
   """
   device, places = devices.find(topology)
-  unit = len(places) * config.train.accumulate_steps
+  unit = len(places) * config.train.grad_accum_steps
 
   def fits(units: int) -> bool:
     changed = _with_vocabulary(config, run)
@@ -108,7 +108,7 @@ def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0, run: 
 
 def _dtype(config: ConfigDict) -> str:
   """In which training multiplies."""
-  low = "bfloat16" in (config.model.dtype, config.train.products)
+  low = "bfloat16" in (config.model.dtype, config.train.matmul_dtype)
   return "bfloat16" if low else "float32"
 
 
@@ -128,7 +128,7 @@ class _Programs:
     from dpjax.training import sharding
 
     config_lib.check(config)
-    sharding.check_rows(config.train.batch_size, config.train.accumulate_steps, len(places))
+    sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps, len(places))
     self._config, self._mesh = config, sharding.make_mesh(places)
     self._one = sharding.make_mesh(places[:1])
     frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
@@ -272,7 +272,7 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
 
   config, data = config.copy_and_resolve_references(), config.data
   size = config.model.vocab_size or _SIZES.get(data.tokenizer_file, 0)
-  source = run or data.tokenizer_file or config.train.initial_run
+  source = run or data.tokenizer_file or config.train.init_from
   if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
     return build.with_vocabulary(config, tokenizer)
   if not size and not data.tokenizer_file and data.tokenizer != "characters":

@@ -127,14 +127,14 @@ class Block(nn.Module):
 
   make_mixer: Callable[..., nn.Module]
   hidden_width: int
-  norm: str = "post"
+  norm_position: str = "post"
   activation: str = "relu"
   dropout: float = 0.0
   hidden_dropout: float = 0.0
   init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
-  norm_kind: str = "layer_norm"
+  norm_type: str = "layer_norm"
   use_bias: bool = True
   norm_epsilon: float = 1e-5
 
@@ -145,8 +145,8 @@ class Block(nn.Module):
     """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache."""
     x = checks.array("inputs", inputs, "B T D>=1")
     check_settings(self, rates=("dropout", "hidden_dropout"))
-    checks.choice("norm", self.norm, ("post", "pre"))
-    checks.choice("norm_kind", self.norm_kind, NORMS)
+    checks.choice("norm_position", self.norm_position, ("post", "pre"))
+    checks.choice("norm_type", self.norm_type, NORMS)
     mixer = self.make_mixer(name="mixer")
     if "document_starts" in mixer_inputs:
       check_takes_starts(mixer)
@@ -160,11 +160,11 @@ class Block(nn.Module):
 
     hidden = self.hidden_width, self.activation, self.hidden_dropout, self.init_std, self.dtype
     feed_forward = FeedForward(*hidden, use_bias=self.use_bias, name="feed_forward")
-    norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
+    norm = self.norm_type, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     for branch, norm_name in ((mix, "mixer_norm"), (feed_forward, "feed_forward_norm")):
       normed = Norm(*norm, name=norm_name)
       drop = partial(Dropout(self.dropout), deterministic=deterministic)
-      if self.norm == "post":
+      if self.norm_position == "post":
         x = normed(x + drop(branch(x, deterministic=deterministic)))
       else:
         x = x + drop(branch(normed(x), deterministic=deterministic))

@@ -55,9 +55,9 @@ class Boundaries(nn.Module):
     is_unbounded: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
     reads_share: whether its `loss` reads "boundary_share", counted in a pass of its own with
-      `train.accumulate_steps`.
+      `train.grad_accum_steps`.
     pooling: "mean", or "last" (sub-sampling). A field of some kinds.
-    num_capacities: the number of lengths for which the middle is compiled. A field of some kinds.
+    num_buckets: the number of lengths for which the middle is compiled. A field of some kinds.
     rate_schedule: () or (first, updates): the aim of the loss is `first` at update 0, and reaches
       its own value linearly, after that many updates. A field of some kinds.
   """
@@ -71,7 +71,7 @@ class Boundaries(nn.Module):
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
   pooling = "mean"
-  num_capacities = 1
+  num_buckets = 1
   rate_schedule = ()
 
   def __post_init__(self):
@@ -82,7 +82,7 @@ class Boundaries(nn.Module):
       expected = "() or (first, updates), as (0.4, 1000)"
       raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
     checks.choice("pooling", self.pooling, METHODS)
-    check_settings(self, sizes=("num_capacities",))
+    check_settings(self, sizes=("num_buckets",))
     for name in ("space_ids", "end_ids"):
       checks.ids(name, getattr(self, name, ()))
     super().__post_init__()
@@ -251,7 +251,7 @@ class Whitespace(Boundaries):
 
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, **_):
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
@@ -283,7 +283,7 @@ class SpaceByte(Boundaries):
   space_ids: tuple[int, ...] = ()
   end_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
     found = ops.spacelike_boundaries(

@@ -41,7 +41,7 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
   names = ("vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings")
-  common = _common(model, *names) | dict(final_norm=model["norm"] == "pre")
+  common = _common(model, *names) | dict(final_norm=model["norm_position"] == "pre")
   core = _core(list(config_lib.stages_in(model).values()), frozen)
   if isinstance(core, Stack):
     return LanguageModel(layers=core, make_positions=_make_positions([core]), **common)
@@ -80,7 +80,7 @@ def _core(
 
 def _common(model: Mapping, *others: str) -> dict[str, Any]:
   """The settings that all modules of a model share, and `others`, as arguments."""
-  names = ("norm_init_std", "init_std", "norm_kind", "use_bias", "norm_epsilon", *others)
+  names = ("norm_init_std", "init_std", "norm_type", "use_bias", "norm_epsilon", *others)
   return {**{name: model[name] for name in names}, "dtype": jnp.dtype(model["dtype"])}
 
 
@@ -128,7 +128,7 @@ def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> St
     init_std=model["init_std"],
     dtype=jnp.dtype(model["dtype"]),
   )
-  common = _common(model, "norm", "activation", "dropout", "hidden_dropout")
+  common = _common(model, "norm_position", "activation", "dropout", "hidden_dropout")
   make_blocks = [
     partial(
       blocks.Block,
@@ -228,4 +228,4 @@ def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], in
 
 def capacity_for(kind: Boundaries, length: int, most: int) -> int:
   """The smallest capacity of a kind for rows of T tokens with at most so many segments."""
-  return next(size for size in ops.capacities(length + 1, kind.num_capacities) if size > most)
+  return next(size for size in ops.capacities(length + 1, kind.num_buckets) if size > most)

@@ -111,7 +111,7 @@ class Hourglass(nn.Module):
     make_positions: see `dpjax.models.LanguageModel`; for all three stacks.
     middle_width: the width of the middle, with a matrix each way; None means D.
     make_middle_positions: like `make_positions`, for a middle with a width of its own.
-    norm_init_std, norm_kind, use_bias, norm_epsilon: see `dpjax.layers.blocks.Norm`.
+    norm_init_std, norm_type, use_bias, norm_epsilon: see `dpjax.layers.blocks.Norm`.
     init_std: of the matrices of `middle_width`; see `dpjax.layers.blocks.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
   """
@@ -126,7 +126,7 @@ class Hourglass(nn.Module):
   norm_init_std: float = 0.0
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
-  norm_kind: str = "layer_norm"
+  norm_type: str = "layer_norm"
   use_bias: bool = True
   norm_epsilon: float = 1e-5
 
@@ -229,7 +229,7 @@ class Hourglass(nn.Module):
       )
       null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
     widen, narrow = self._projections(width)
-    of_norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
+    of_norm = self.norm_type, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
     norm = blocks.Norm(*of_norm, name="middle_norm")
     if cache is not None:
       assert num_before is not None
@@ -346,7 +346,7 @@ def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int
     # One a document more than of a row: room for few documents, and for many.
     sizes = {most + 1 + length // 64, most + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + num_null, kind.num_capacities)}
+    sizes = {*ops.capacities(length + num_null, kind.num_buckets)}
   if has_documents:
     sizes.add(max(*sizes, length * (1 + num_null)))
   return tuple(sorted(sizes))

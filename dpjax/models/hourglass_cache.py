@@ -60,7 +60,7 @@ def read_segments(
 
   if chunk > 1:
     queue_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
-    sizes = ops.capacities(chunk + 1, min(kind.num_capacities, 4, chunk // 8 + 1))
+    sizes = ops.capacities(chunk + 1, min(kind.num_buckets, 4, chunk // 8 + 1))
 
     def at_capacity(size, queue_bsd, middle):
       s_bsd, middle = step(queue_bsd[:, :size], middle, waiting_b)

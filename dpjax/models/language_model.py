@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
     dropout: the dropout rate of the embeddings.
     final_norm: whether there is a norm before the output layer, as in pre-norm models.
     init_std: embeddings and output weights are N(0, init_std**2); 0: U(-0.1, 0.1).
-    norm_init_std, norm_kind, norm_epsilon: of the final norm; see `dpjax.layers.blocks.Norm`.
+    norm_init_std, norm_type, norm_epsilon: of the final norm; see `dpjax.layers.blocks.Norm`.
     dtype: the dtype of the computation; parameters are float32.
     use_bias: whether the final norm and the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias (Press
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
   init_std: float = 0.0
   norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
-  norm_kind: str = "layer_norm"
+  norm_type: str = "layer_norm"
   use_bias: bool = True
   tie_embeddings: bool = False
   norm_epsilon: float = 1e-5
@@ -169,7 +169,7 @@ class LanguageModel(nn.Module):
       num_new = tokens.shape[1] if lengths is None else lengths
       cache = LanguageModelCache(cache.length + num_new, layers)
     if self.final_norm:
-      norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
+      norm = self.norm_type, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
       x_btd = blocks.Norm(*norm, name="final_norm")(x_btd)
     if self.tie_embeddings:
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)

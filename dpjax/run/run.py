@@ -295,7 +295,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, the parameters alone are read.
   abstract = step_lib.abstract_state(
-    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
+    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.param_sharding
   )
   if workdir_lib.is_exported(workdir):
     params, at = export.restore(workdir, abstract.params, step)

@@ -94,7 +94,7 @@ def train(
       run._validate,
       durations,
       workdir=workdir,
-      keep_checkpoints=config.train.keep_checkpoints,
+      max_to_keep=config.train.max_to_keep,
       patience=config.train.patience,
       initial=_initial(run, shapes, frozen, model),
       meta={"config": config.to_dict(), "validation": validation},
@@ -122,7 +122,7 @@ def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
 def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   """The tokens of a run, new unless it resumes."""
   resumes = workdir_lib.resumes(workdir, config)
-  others = {"train.initial_run": config.train.initial_run}
+  others = {"train.init_from": config.train.init_from}
   if workdir_lib.needs_run(config):
     others["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in others.items():
@@ -152,10 +152,10 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
     sizes = data.counts["train"]["sources"]
     return mixture.MixedWindows(split, *size, config.seed, sizes=sizes, shares=shares, **options)
   make = {
-    "contiguous": batches.ContiguousRows,
+    "sequential": batches.ContiguousRows,
     "random_windows": batches.RandomWindows,
     "shuffled_windows": batches.ShuffledWindows,
-  }[settings.batches]
+  }[settings.sampling]
   return make(split, *size, config.seed, **options)
 
 
@@ -177,8 +177,8 @@ def make_trainer(
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
   objective = losses.Objective(build.build_boundaries(config.model))
-  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(config.model)
-  rates = config.seed, settings.ema_decay, rate, settings.products
+  parts = settings.grad_accum_steps, settings.param_sharding, build.batch_capacity(config.model)
+  rates = config.seed, settings.ema_decay, rate, settings.matmul_dtype
   return loop.Trainer(model, optimizer, objective, *parts, *rates)
 
 
@@ -208,7 +208,7 @@ def _check_memory(state: Any, parameters: str) -> None:
   memory = profiling.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
-  copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
+  copies = jax.local_device_count() / (jax.device_count() if parameters == "fsdp" else 1)
   needed = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
   if needed > memory:
     raise UserError(
@@ -235,7 +235,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
     f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
-  kind, source = data.tokenizer.kind, config.data.tokenizer_file or config.train.initial_run
+  kind, source = data.tokenizer.kind, config.data.tokenizer_file or config.train.init_from
   if not data.tokenizer.lossless:
     print(f"tokens of {kind} do not hold the whole text: no bits per character or byte")
   # Characters that were learned from the train split are all of it.
@@ -246,7 +246,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
   """A function that reads the initial parameters, if they are not drawn."""
-  key, folder = "train.initial_run", run.config.train.initial_run
+  key, folder = "train.init_from", run.config.train.init_from
   if frozen is None and not folder:
     return None
 

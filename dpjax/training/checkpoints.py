@@ -261,7 +261,7 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
   raise UserError(
     f"workdir: expected a whole checkpoint in {paths[0].parent}, got damaged ones of the steps "
     f"{[int(path.name) for path in damaged]}. Restore that folder from a backup, or begin anew in "
-    "another workdir (train.initial_run can name a run to begin with)"
+    "another workdir (train.init_from can name a run to begin with)"
   )
 
 

@@ -35,8 +35,8 @@ class Trainer:
   """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
 
   Attributes:
-    accumulate_steps: the number of parts of a batch.
-    parameters: "replicated" or "sharded".
+    grad_accum_steps: the number of parts of a batch.
+    parameters: "replicated" or "fsdp".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
@@ -46,7 +46,7 @@ class Trainer:
   model: nn.Module
   optimizer: optax.GradientTransformation
   objective: losses.Objective = losses.Objective()
-  accumulate_steps: int = 1
+  grad_accum_steps: int = 1
   parameters: str = "replicated"
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
   seed: int = 0
@@ -66,7 +66,7 @@ class Trainer:
       self.optimizer,
       jax.tree.map(lambda leaf: leaf.sharding, abstract),
       mesh,
-      accumulate_steps=self.accumulate_steps,
+      grad_accum_steps=self.grad_accum_steps,
       objective=self.objective,
       ema_decay=self.ema_decay,
       learning_rate=self.learning_rate,
@@ -96,7 +96,7 @@ def fit(
   durations: Durations,
   *,
   workdir: str | Path,
-  keep_checkpoints: int = 2,
+  max_to_keep: int = 2,
   patience: int = 0,
   initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
@@ -119,7 +119,7 @@ def fit(
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
     durations: the durations in updates.
     workdir: the run's folder, which exists.
-    keep_checkpoints: the number of last checkpoints to keep.
+    max_to_keep: the number of last checkpoints to keep.
     patience: training ends after this number of evaluations without a new best; 0 means never.
     initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
@@ -141,7 +141,7 @@ def fit(
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
-  sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
+  sharding.check_rows(batches.batch_size, trainer.grad_accum_steps)
   mesh, meta = sharding.make_mesh(), dict(meta or {})
   abstract = trainer.abstract_state(mesh)
   train_step = trainer.jit_step(abstract, mesh)
@@ -154,7 +154,7 @@ def fit(
   with contextlib.ExitStack() as stack:
     folder = Path(workdir)
     find_signal = stack.enter_context(_stop_signal(num_steps))
-    saved = checkpoints.Checkpoints(folder / "checkpoints", keep_checkpoints)
+    saved = checkpoints.Checkpoints(folder / "checkpoints", max_to_keep)
     stack.enter_context(saved)
     found, is_over = saved.restore(abstract, origin), False
     if found is None:

@@ -37,7 +37,7 @@ def make(**settings):
   "norm, activation, scale", [("post", "gelu", {}), ("pre", "relu", dict(scale=3.7))]
 )
 def test_block(norm, activation, scale):
-  block, params = make(norm=norm, activation=activation)
+  block, params = make(norm_position=norm, activation=activation)
   inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
   exact_params = jax.tree.map(np.float64, params)
 
@@ -58,7 +58,7 @@ def test_gelu_is_by_erf():
 
 def test_each_branch_drops_features_of_its_own_before_they_are_added():
   # Biases of the network's output alone: each branch is a known constant, or dropped.
-  block, params = make(norm="pre", dropout=0.5)
+  block, params = make(norm_position="pre", dropout=0.5)
   params = jax.tree.map(jnp.zeros_like, params)
   params["mixer_norm"]["bias"] = jnp.ones(WIDTH)
   params["feed_forward"]["out"]["bias"] = jnp.full(WIDTH, 100.0)

@@ -29,8 +29,10 @@ def test_every_setting_arrives(mixer):
   other |= dict(adjustment=False, output_projection=False, implementation=next(iter(forms)))
   own = {name: other[name] for name in known}
   init = dict(init_std=0.4, norm_init_std=0.5)
-  modern = dict(norm_kind="rms_norm", use_bias=False)
-  shared = dict(norm="pre", activation="swiglu", dropout=0.1, hidden_dropout=0.2, **init, **modern)
+  modern = dict(norm_type="rms_norm", use_bias=False)
+  shared = dict(
+    norm_position="pre", activation="swiglu", dropout=0.1, hidden_dropout=0.2, **init, **modern
+  )
   layers = dict(num_layers=3, scan_layers=False, remat=True)
   changes = dict(positions="learned", dtype="bfloat16", tie_embeddings=True, **shared, **layers)
   model = dpjax.build_model(settings(config_lib.mixer(mixer, **own), **changes))
@@ -55,7 +57,7 @@ def test_every_setting_arrives(mixer):
   "kind, own, filled",
   [
     ("fixed", dict(shortening_factor=5, offset=3, pooling="last"), {}),
-    ("whitespace", dict(space_ids=(4, 7), num_capacities=3, pooling="last"), {}),
+    ("whitespace", dict(space_ids=(4, 7), num_buckets=3, pooling="last"), {}),
     (
       "gumbel",
       dict(temperature=0.7, sample=True),
@@ -71,7 +73,7 @@ def test_every_setting_of_the_pooling_arrives(kind, own, filled):
     ),
   )
   init = dict(init_std=0.4, norm_init_std=0.5, dtype="bfloat16")
-  modern = dict(norm_kind="rms_norm", use_bias=False)
+  modern = dict(norm_type="rms_norm", use_bias=False)
   config = settings(
     "attention", config_lib.boundaries(kind, **own), num_layers=3, **stacks, **init, **modern
   )

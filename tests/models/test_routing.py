@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 def make(**own):
   one = dict(num_layers=1)
-  kind = config_lib.boundaries("routing", num_capacities=2, **own)
+  kind = config_lib.boundaries("routing", num_buckets=2, **own)
   config = helpers.model_settings("relative_attention", kind, first=one, last=one)
   return config, dpjax.build_model(config)
 

@@ -43,7 +43,7 @@ def fit(workdir, num_steps=4, *, trainer=None, evaluate=lambda params: SCORES, e
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
-  trainer = loop.Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5), accumulate_steps=3)
+  trainer = loop.Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5), grad_accum_steps=3)
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
     fit(tmp_path, trainer=trainer)
 
@@ -72,7 +72,7 @@ def from_spaces(batch):
 def test_nothing_moves_unasked(mixer, boundaries, settings, tmp_path):
   known = dpjax.config.registry
   mixer = helpers.component(known.mixers, mixer, num_heads=1, **settings)
-  boundaries = helpers.component(known.boundaries, boundaries, num_capacities=2, space_ids=(SPACE,))
+  boundaries = helpers.component(known.boundaries, boundaries, num_buckets=2, space_ids=(SPACE,))
   config = helpers.model_settings(mixer, boundaries, vocab_size=VOCAB, max_length=11, dropout=0.1)
   capacity = from_spaces if boundaries.name == "whitespace" else lambda batch: None
   objective = losses.Objective(build_boundaries(config))
