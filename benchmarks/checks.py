@@ -117,7 +117,7 @@ def operator_check(operator: Callable, arrays: tuple, devices: list) -> list:
 def step_check(name: str, products: str, devices: list) -> list:
   """The loss of a training step, and all gradients as one array, on each device."""
   config = dpjax.config.load(name)
-  config.train.products = products
+  config.train.matmul_dtype = products
   config.model.vocab_size = 31
   for kind in build.build_boundaries(config.model)[:1]:
     for setting in ("space_ids", "end_ids"):

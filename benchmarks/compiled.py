@@ -4,7 +4,7 @@
   python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=runs/compiled.json
 
 --scale takes the papers' largest models and one of a billion parameters instead, with
-train.parameters replicated and sharded, and a batch of 8 rows for each device. What is in the file
+train.param_sharding replicated and fsdp, and a batch of 8 rows for each device. What is in the file
 already is not compiled again. Prints a table as in docs/accelerators.md.
 """
 
@@ -97,8 +97,8 @@ def cases(topology: str, is_scale: bool) -> Iterator[tuple[str, str, list[str]]]
       yield f"{name}, {topology}", config, [*settings, f"train.batch_size={rows}"]
       continue
     settings += [*LARGE[name], f"train.batch_size={8 * devices}"]
-    for way in ("replicated", "sharded"):
-      yield f"{name}, {topology}, {way}", config, [*settings, f"train.parameters={way}"]
+    for way in ("replicated", "fsdp"):
+      yield f"{name}, {topology}, {way}", config, [*settings, f"train.param_sharding={way}"]
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ RELATIVE = dict(
 )
 MODELS: dict[str, dict[str, Any]] = {
   "Dispatcher": dict(mixer=dict(name="dispatcher")),
-  "WE": dict(mixer=dict(name="we"), norm="pre", positions="learned"),
+  "WE": dict(mixer=dict(name="we"), norm_position="pre", positions="learned"),
   "attention": dict(mixer=dict(name="attention", num_heads=8)),
   "relative attention": RELATIVE,
 }

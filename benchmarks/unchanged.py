@@ -53,7 +53,7 @@ CHARACTERS = (
   "--config.data.lower_pieces=False",
   "--config.data.restrict_vocabulary=False",
 )
-BFLOAT16 = ("--config.train.products=bfloat16",)
+BFLOAT16 = ("--config.train.matmul_dtype=bfloat16",)
 ISOLATED = ("--config.data.documents=isolated", "--config.data.separator=--")
 TOKENIZERS = {
   "characters": (),

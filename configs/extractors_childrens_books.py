@@ -66,7 +66,7 @@ def get_config(variant: str = "she"):
   model.feed_forward_width = 512
   model.num_layers = 18
   model.max_length = 128
-  model.norm = "pre"
+  model.norm_position = "pre"
   model.positions = "learned"
   model.dropout = 0.1
   model.init_std = 0.01
@@ -76,14 +76,14 @@ def get_config(variant: str = "she"):
   config.data.tokenizer_size = 5000
 
   train = config.train
-  train.batches = "random_windows"
+  train.sampling = "random_windows"
   train.batch_size = 64
   train.num_steps = 60_000
   train.num_epochs = 0.0
   # PyTorch's default of weight decay: the paper states none.
   train.optimizer = config_lib.optimizer("adamw", weight_decay=0.01)
   train.learning_rate = 1e-3
-  train.clip_norm = 0.0
+  train.grad_clip_norm = 0.0
   train.eval_every_steps = 5_000
   train.eval_every_epochs = 0.0
   train.checkpoint_every_steps = 2_000

@@ -113,7 +113,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
   model.width = 512
   model.feed_forward_width = 2048
   model.max_length = 2048
-  model.norm = "post"
+  model.norm_position = "post"
   model.positions = "none"
   model.activation = "gelu"
   model.dropout = model.hidden_dropout = 0.1
@@ -123,12 +123,12 @@ def configure(variant: str, texts: Mapping[str, Text]):
   config.data.tokenizer = "characters"
 
   train = config.train
-  train.batches = "shuffled_windows"
+  train.sampling = "shuffled_windows"
   train.batch_size = 8
   train.num_steps = 200_000
   train.num_epochs = 0.0
   train.learning_rate = 2.5e-4
-  train.clip_norm = 0.25
+  train.grad_clip_norm = 0.25
   train.schedule = config_lib.schedule("cosine", warmup_steps=4_000)
   train.log_every_steps = 100
   train.eval_every_steps = 10_000
@@ -156,7 +156,7 @@ def _make_tiny(config) -> None:
   config.eval.stride = model.max_length // 4
   if config_lib.is_pooled(model):
     model.first.num_layers = model.last.num_layers = 1
-  if "num_capacities" in model.boundaries:
-    model.boundaries.num_capacities = 3
+  if "num_buckets" in model.boundaries:
+    model.boundaries.num_buckets = 3
   if model.boundaries.name == "unigram":
     model.boundaries.size = 200  # even Vietnamese has fewer characters

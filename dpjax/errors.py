@@ -101,5 +101,5 @@ def _message(error: Exception) -> str | None:
   (reason, *_) = str(error).splitlines() or [type(error).__name__]
   return (
     f"Out of memory: {reason[:200]} (try a smaller train.batch_size, eval.batch_size, "
-    "--num_samples or model, more train.accumulate_steps, or model.remat)"
+    "--num_samples or model, more train.grad_accum_steps, or model.remat)"
   )

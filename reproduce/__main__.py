@@ -117,7 +117,7 @@ class _Job(NamedTuple):
     scales.cut(config, _SCALE.value)
     for row in self.table.rows:
       if row.name == self.row.after:
-        config.train.initial_run = str(self._replace(row=row).configure()[1].resolve())
+        config.train.init_from = str(self._replace(row=row).configure()[1].resolve())
     slug = self.row.config.removeprefix("configs/").replace(".py", "").replace(":", "_")
     return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{self.seed}")
 

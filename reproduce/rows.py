@@ -195,7 +195,7 @@ def _compile(following: Callable[[], Plan | None]) -> None:
 def describe(config: ConfigDict) -> dict[str, Any]:
   """The settings, the device, the precision of products and the versions."""
   device = jax.devices()[0]
-  products = config.train.products
+  products = config.train.matmul_dtype
   if device.platform == "gpu" and products == "float32":
     products = jax.config.values["jax_default_matmul_precision"] or "float32, as TF32"
   versions = {x: sys.modules[x].__version__ for x in ("jax", "flax", "optax")}

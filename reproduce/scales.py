@@ -24,7 +24,7 @@ from dpjax.errors import UserError
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
 _FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "sample.")
-_FREE += ("train.initial_run", "train.log_every_steps")
+_FREE += ("train.init_from", "train.log_every_steps")
 
 
 def _steps(num_steps: int, eval_every: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     ),
     "pooling": dict(
       model=dict(num_layers=3, width=64, feed_forward_width=256, max_length=128)
-      | dict(mixer=dict(num_heads=4), boundaries=dict(num_capacities=1))
+      | dict(mixer=dict(num_heads=4), boundaries=dict(num_buckets=1))
       | _ONE_EACH,
       train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200),
       eval=dict(stride=128),
@@ -62,7 +62,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "extractors": dict(model=dict(num_layers=2, feed_forward_width=20, max_length=17)),
     "pooling": dict(
       model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=34)
-      | dict(mixer=dict(num_heads=3), boundaries=dict(num_capacities=1, size=150))
+      | dict(mixer=dict(num_heads=3), boundaries=dict(num_buckets=1, size=150))
       | _ONE_EACH,
       train=dict(schedule=dict(warmup_steps=1)),
       eval=dict(stride=17),
@@ -102,7 +102,7 @@ def configure(name: str, scale: str) -> ConfigDict:
         steps = _steps(num_steps, num_steps)
         changes |= config_lib.flatten({"train": steps})
   if scale == "cpu":
-    if config.train.initial_run:
+    if config.train.init_from:
       changes["train.learning_rate"] /= 6  # as the paper's of the two
   is_vanilla = not config_lib.is_pooled(config.model)
   if family == "pooling" and is_vanilla and "model.num_layers" in changes:

@@ -47,7 +47,7 @@ def model_settings(mixer="relative_attention", boundaries="none", **changes):
   if isinstance(mixer, str):
     mixer = component(registry.mixers, mixer, num_heads=2)
   if isinstance(boundaries, str):
-    boundaries = component(registry.boundaries, boundaries, num_capacities=2)
+    boundaries = component(registry.boundaries, boundaries, num_buckets=2)
   usual = dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=2, max_length=29)
   usual |= dict(positions="none", activation="gelu", mixer=mixer, boundaries=boundaries)
   config = config_lib.default_model()
@@ -82,7 +82,7 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  config.model.boundaries = component(registry.boundaries, boundaries, num_capacities=2, size=31)
+  config.model.boundaries = component(registry.boundaries, boundaries, num_buckets=2, size=31)
   one = dict(num_layers=1)
   config.model.update(hidden_dropout=0.0, mixer=dict(level_dropout=0.0), first=one, last=one, **one)
   return config
@@ -183,11 +183,11 @@ def assert_trees_close(tree, expected, **tolerance) -> None:
     np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
-def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> None:
+def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) -> None:
   """Our losses and gradient norms are those of the authors' first updates by Adam."""
   rates = jnp.asarray(arrays["out/lrs"])
   update = optimizer.make_optimizer(
-    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, clip_norm=clip_norm
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, grad_clip_norm=grad_clip_norm
   )
   state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   train = partial(step.train_step, build.build_model(config), update, 1)

@@ -78,7 +78,7 @@ def test_parameters_are_told_by_part():
 
 def test_a_batch_that_does_not_divide_is_rounded_up():
   config = small("fixed")
-  config.train.batch_size, config.train.accumulate_steps = 5, 2
+  config.train.batch_size, config.train.grad_accum_steps = 5, 2
   found = compile_lib.compile_steps(config, "here", steps=())
   assert (found["devices"], found["batch_size"]) == (8, 16)
   assert config.train.batch_size == 5
@@ -212,14 +212,14 @@ def collectives(text, kind):
 def compiled_training(parameters, **model):
   """A compiled update on all devices, of one layer, so that only the operators have loops."""
   config = small(vocab_size=40, num_layers=1, **model)
-  config.train.parameters = parameters
+  config.train.param_sharding = parameters
   programs = compile_lib._Programs(config, jax.devices(), 0)
   step, arguments, options = programs.train()
   return step.lower(*arguments, **options).compile().as_text(), programs.parts
 
 
 def test_sharded_parameters_are_gathered_and_activations_stay():
-  text, parts = compiled_training("sharded", activation="swiglu")
+  text, parts = compiled_training("fsdp", activation="swiglu")
   parameters = 4 * sum(parts.values())
   assert {*compile_lib._COLLECTIVE.findall(text)} == {"all-gather", "all-reduce"}
   # Once forward and once backward; the gradients once, with the sums of the metrics.

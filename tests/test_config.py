@@ -49,7 +49,7 @@ def test_the_name_of_a_component_is_its_section():
 
 def test_paths_may_begin_with_a_tilde(monkeypatch):
   monkeypatch.setenv("HOME", "/home/somebody")
-  keys = "data.path data.data_dir data.manual_dir data.tokenizer_file train.initial_run"
+  keys = "data.path data.data_dir data.manual_dir data.tokenizer_file train.init_from"
   paths = {key: f"~/{key}" for key in [*keys.split(), "model.boundaries.file"]}
   config = changed({"model.boundaries": "unigram", "data.separator": "~/x", **paths})
   expanded = config_lib.flatten(schema.expand_paths(config))
@@ -121,7 +121,11 @@ REFUSED = [
   ("model.mixer", {"name": "dispacher"}, "expected .* got dispacher; did you mean dispatcher?"),
   ("train.schedule", {"name": "lineal"}, "expected one of constant, .* did you mean linear?"),
   ("model.mixer.rotary_base", 1e4, "expected a setting of dispatcher, got an unknown one"),
-  ("train.decay_mask", "matrices", "expected all with train.optimizer = adam, .* no mask, got"),
+  (
+    "train.weight_decay_mask",
+    "matrices",
+    "expected all with train.optimizer = adam, .* no mask, got",
+  ),
   ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
@@ -130,14 +134,14 @@ REFUSED = [
   ("model.mixer.level_dropout", 1.0, r"expected a probability in \[0, 1\), got 1.0"),
   ("data.split_fractions", (0.5, 0.5, 0.0), "expected three positive numbers"),
   ("data.split_fractions", (0.5, 0.5, 0.1), "expected .* with the sum 1"),
-  ("train.accumulate_steps", 3, "expected a divisor of train.batch_size = 20, got 3"),
+  ("train.grad_accum_steps", 3, "expected a divisor of train.batch_size = 20, got 3"),
   ("train.window", 513, "expected at most model.max_length = 512, got 513"),
   ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
   ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
   ("train.optimizer.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
   ("eval.window", 513, "expected at most model.max_length = 512, got 513"),
   ("eval.stride", 513, "expected at most the window 512, got 513"),
-  ("data.mixture", "a=1", "expected '' unless train.batches = random_windows, got a=1"),
+  ("data.mixture", "a=1", "expected '' unless train.sampling = random_windows, got a=1"),
   # Of a component by its name.
   ("train.schedule=cosine min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
   ("train.schedule=constant min_ratio", 0.1, "expected a setting of constant, got an unkn"),
@@ -154,7 +158,7 @@ REFUSED = [
   ("model.boundaries=fixed ofset", 1, ".* the nearest known is model.boundaries.offset"),
   ("model.boundaries=fixed pooling", "first", r"expected one of \['mean', 'last'\], got 'first'"),
   ("model.boundaries=fixed offset", 2, "expected at most 1, got 2"),
-  ("model.boundaries=gumbel num_capacities", 0, "expected at least 1, got 0"),
+  ("model.boundaries=gumbel num_buckets", 0, "expected at least 1, got 0"),
   ("model.boundaries=gumbel temperature", 0.0, "expected above 0, got 0.0"),
   ("model.boundaries=gumbel prior", 1.0, r"expected a number in \(0, 1\), got 1.0"),
   ("model.boundaries=entropy left", 0, "expected at least 1, got 0"),
@@ -245,7 +249,7 @@ SAMPLING = {
   "a value of type float": [("temperature", "warm"), ("top_p", True)],
   "above 0": [("top_p", 0.0)],
   "at most 1": [("top_p", 1.01)],
-  "one of slide, continue, refuse": [("beyond_window", "stop")],
+  "one of slide, continue, error": [("overflow", "stop")],
 }
 
 
@@ -254,7 +258,7 @@ SAMPLING = {
   [(expected, *case) for expected, cases in SAMPLING.items() for case in cases],
 )
 def test_sampling_is_checked(expected, name, value):
-  sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0, beyond_window="slide")
+  sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0, overflow="slide")
   config_lib.check_sampling(sample)
   message = f"{name}: expected {expected}.*, got '?{value}"
   for prefix in ("", "sample."):
@@ -311,18 +315,18 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
   run = {"num_steps": 7, "num_epochs": 0.0, "log_every_steps": 3, "checkpoint_every_steps": 9}
-  run |= {"keep_checkpoints": 5, "parameters": "sharded", "accumulate_steps": 4}
+  run |= {"max_to_keep": 5, "param_sharding": "fsdp", "grad_accum_steps": 4}
   run |= {"patience": 3}
   others = {"model.remat": True, "model.mixer.implementation": "loop", "eval.stride": 17}
   others |= {"sample.prompt": "A", "sample.top_k": 3, "eval.max_tokens": 999}
   free = changed({**{f"train.{key}": value for key, value in run.items()}, **others})
   assert config_lib.differences(config, free) == []
-  other = changed({"seed": 5, "model.width": 7, "train.clip_norm": 0.25, "data.path": "a.txt"})
+  other = changed({"seed": 5, "model.width": 7, "train.grad_clip_norm": 0.25, "data.path": "a.txt"})
   assert config_lib.differences(config, other) == [
     "data.path: '' there, 'a.txt' here",
     "model.width: 512 there, 7 here",
     "seed: 0 there, 5 here",
-    "train.clip_norm: 0.5 there, 0.25 here",
+    "train.grad_clip_norm: 0.5 there, 0.25 here",
   ]
   for key, value, setting in config_lib.walk(config):
     is_free = setting.is_free or key in schema.LENGTH_KEYS

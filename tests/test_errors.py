@@ -22,7 +22,7 @@ TOLD = [
   (lambda: [0] * 2**59, "^Out of memory: .+ train.batch_size"),
 ]
 SETTINGS = (
-  "train.clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
+  "train.grad_clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
 )
 RAISED = [
   (lambda: jnp.ones((2, 3)).reshape(5), (TypeError, ValueError)),

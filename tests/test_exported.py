@@ -54,7 +54,7 @@ def out(saved, tmp_path):
 def unigram(text, tmp_path_factory):
   """A run in shards, whose boundaries need a model of their own."""
   config = helpers.pooled_config(text, "unigram", num_steps=2, eval_every_steps=2)
-  config.train.parameters = "sharded"
+  config.train.param_sharding = "fsdp"
   return dpjax.train(config, tmp_path_factory.mktemp("runs") / "run")[0]
 
 
@@ -114,9 +114,9 @@ def test_training_begins_with_it_and_leaves_it_unchanged(run, out, tmp_path):
   wider = config.copy_and_resolve_references()
   wider.model.width = 24
   for other in (config, wider):
-    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*initial_run"):
+    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
       dpjax.train(other, out)
-  config.train.initial_run = str(out)
+  config.train.init_from = str(out)
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
   chex.assert_trees_all_equal(new.params, run.params)
   after = {x: x.read_bytes() for x in (out).rglob("*") if x.is_file()}
@@ -372,10 +372,14 @@ def test_a_trained_model_of_the_clone_scores_and_generates(name):
 
 
 TODAY = dict(
-  norm="pre", norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False
+  norm_position="pre",
+  norm_type="rms_norm",
+  activation="swiglu",
+  tie_embeddings=True,
+  use_bias=False,
 )
-OTHER = dict(norm="pre", positions="learned", activation="gelu", norm_epsilon=0.3)
-PAPER = dict(norm="post", positions="sinusoidal", activation="relu")
+OTHER = dict(norm_position="pre", positions="learned", activation="gelu", norm_epsilon=0.3)
+PAPER = dict(norm_position="post", positions="sinusoidal", activation="relu")
 
 
 def described(settings, boundaries=None, middle=None, **mixer) -> dict:

@@ -30,15 +30,15 @@ SETTINGS = helpers.cases(r"""
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
   model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
   # What only the data, or the run as a whole, can tell.
-  train.batches=random | did you mean random_windows
-  train.products=float16 | expected one of float32, bfloat16, got float16
+  train.sampling=random | did you mean random_windows
+  train.matmul_dtype=float16 | expected one of float32, bfloat16, got float16
   data.path= data.name=texte8 | did you mean text8
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
-  train.batches=random_windows data.path={short} train.window=0 | has 108 .* got 128
+  train.sampling=random_windows data.path={short} train.window=0 | has 108 .* got 128
   # Files and folders.
   data.path={nothing} | no_such
-  train.initial_run={nothing} | expected
+  train.init_from={nothing} | expected
   model.boundaries=unigram model.boundaries.file={nothing} | expected a SentencePiece .*no_such
 """)
 
@@ -76,7 +76,7 @@ COMMANDS = helpers.cases(r"""
   {generate} --seed=-1 | seed: expected at least 0, got -1
   {generate} --length=2147483648 | ^length: expected
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
-  {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7
+  {generate} --overflow=error --length=90 | length: .* 13 after a prompt of 7
   {generate} --prompt=a --prompt_file={text} | prompt, prompt_file: .* got both
   {generate} --prompt_file={nothing} | prompt_file: .* a text, or -, got .*no_such
   {generate} --prompt_file={fifo} | prompt_file: expected a file

@@ -171,7 +171,7 @@ def test_a_type_checker_knows_every_public_name(tmp_path):
 
 TYPES = {
   'run.generate("a", length=3, stop=["b"])': "list[str]",
-  'run.generate(["a", "b"], top_p=0.5, beyond_window="refuse")': "list[list[str]]",
+  'run.generate(["a", "b"], top_p=0.5, overflow="error")': "list[list[str]]",
   'run.generate("a", temperature=0.0, top_k=2)': "list[str]",
   'run.generate(("a", "b"), seed=5, num_samples=2)': "list[list[str]]",
   'run.stream("a", length=3)': "Iterator[list[Piece]]",

@@ -20,24 +20,24 @@ from tests import helpers
 
 
 def accumulated(text):
-  return helpers.small_config(text, accumulate_steps=2, batch_size=16), dict(model=helpers.bigrams)
+  return helpers.small_config(text, grad_accum_steps=2, batch_size=16), dict(model=helpers.bigrams)
 
 
 def averaged(text):
   optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.lion(0.01))
-  config = helpers.small_config(text, ema_decay=0.6, parameters="sharded")
+  config = helpers.small_config(text, ema_decay=0.6, param_sharding="fsdp")
   return config, dict(model=helpers.bigrams, optimizer=optimizer)
 
 
 def mixed(text):
-  config = helpers.small_config(text, batches="random_windows")
+  config = helpers.small_config(text, sampling="random_windows")
   other = helpers.write_text(text.parent / "other.txt")
   config.data.path, config.data.mixture = "", f"{text}=3,{other}=1"
   return config, dict(model=helpers.bigrams)
 
 
 def low_products(text):
-  return helpers.small_config(text, products="bfloat16"), {}
+  return helpers.small_config(text, matmul_dtype="bfloat16"), {}
 
 
 def low_activations(text):
@@ -166,7 +166,7 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
     text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1
   )
   config.model.update(dict(width=96, feed_forward_width=384))
-  config.train.batches = "random_windows"
+  config.train.sampling = "random_windows"
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
   assert "The test split" in printed
@@ -218,20 +218,20 @@ def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "whitespace"])
+@pytest.mark.parametrize("kind", ["fsdp", "whitespace"])
 def test_two_processes_train_as_one(text, tmp_path, kind):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
   if kind == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
     config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
   else:
-    config.train.parameters = kind
+    config.train.param_sharding = kind
     config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
-  if kind == "sharded":
+  if kind == "fsdp":
     assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1

@@ -96,7 +96,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
   tokens = np.arange(500, dtype=np.uint16)
   config = config_lib.default()
   config.seed, config.model.mixer = 5, "attention"
-  config.train.update(batches="random_windows", batch_size=6, window=9)
+  config.train.update(sampling="random_windows", batch_size=6, window=9)
   made = training.make_batches(config, Tokens("numbers", Bytes(), {"train": tokens}, {}))
   expected = batches.RandomWindows(tokens, 6, 9, seed=5)
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
@@ -199,7 +199,7 @@ def stopped(text, tmp_path_factory):
 
 
 OTHERS = {"model.mixer.implementation": "loop", "model.scan_layers": False}
-OTHERS |= {"train.accumulate_steps": 2}
+OTHERS |= {"train.grad_accum_steps": 2}
 
 
 @pytest.mark.slow
@@ -361,7 +361,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
 
 @pytest.mark.slow
 def test_a_run_taught_by_unigram_scores_any_text(text, tmp_path):
-  config = helpers.pooled_config(text, "unigram", batches="shuffled_windows")
+  config = helpers.pooled_config(text, "unigram", sampling="shuffled_windows")
   run, scores = dpjax.train(config, tmp_path)
   names = {"precision", "recall", "f1", "accuracy"}
   train = reports(tmp_path, "train")

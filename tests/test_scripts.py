@@ -165,7 +165,7 @@ def test_an_interrupt_or_a_reader_that_has_enough_shows_no_traceback(workdir, en
     "signal.signal(signal.SIGINT, signal.default_int_handler); "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
   )
-  flags = [f"--workdir={workdir}", "--prompt=the ", "--beyond_window=continue"]
+  flags = [f"--workdir={workdir}", "--prompt=the ", "--overflow=continue"]
   flags += ["--length=100000" if end == "interrupt" else "--length=400"]
   command = [sys.executable, "-c", start, str(helpers.ROOT / "generate.py"), *flags]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,7 +1,7 @@
 """Compiles a configuration for devices that need not be present, and prints what it takes.
 
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
-  dpjax compile --config=runs/mine --topology=h100:8 --config.train.parameters=sharded
+  dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
 
 A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :COUNT; or cpu.
 A vocabulary that a run fits to its text comes from --config=RUN, the folder of such a run, or from
@@ -76,7 +76,7 @@ def compile_steps(
       raise unknown("steps", STEPS, step)
   device, chips = devices.find(topology)
   config = _with_vocabulary(config, run)
-  unit = len(chips) * config.train.accumulate_steps
+  unit = len(chips) * config.train.grad_accum_steps
   config.train.batch_size = -(-config.train.batch_size // unit) * unit
   programs = _Programs(config, chips, segments)
   return {
@@ -96,7 +96,7 @@ def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0, run: 
   """
   device, chips = devices.find(topology)
   config = _with_vocabulary(config, run)
-  unit = len(chips) * config.train.accumulate_steps
+  unit = len(chips) * config.train.grad_accum_steps
 
   def fits(units: int) -> bool:
     config.train.batch_size = units * unit
@@ -148,7 +148,7 @@ class _Programs:
     from dpjax.training import sharding
 
     config_lib.check(config)
-    sharding.check_rows(config.train.batch_size, config.train.accumulate_steps, len(chips))
+    sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps, len(chips))
     self._config, self._mesh = config, sharding.make_mesh(chips)
     self._one_chip = sharding.make_mesh(chips[:1])
     frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
@@ -287,7 +287,7 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
 
   config, data = config.copy_and_resolve_references(), config.data
   size = config.model.vocab_size or _VOCAB_SIZES.get(data.tokenizer_file, 0)
-  source = run or data.tokenizer_file or config.train.initial_run
+  source = run or data.tokenizer_file or config.train.init_from
   if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
     return build.with_vocabulary(config, tokenizer)
   if not size and not data.tokenizer_file and data.tokenizer != "characters":

@@ -21,10 +21,10 @@ from dpjax.errors import UserError
 
 # How a run reports or is computed: names runs that differ in nothing else, and needs no note.
 REPORTING = (
-  *("model.vocab_size", "model.scan_layers", "model.remat", "train.parameters"),
+  *("model.vocab_size", "model.scan_layers", "model.remat", "train.param_sharding"),
   *("train.num_steps", "train.num_epochs", "train.log_every_steps"),
   *("train.eval_every_steps", "train.eval_every_epochs"),
-  *("train.checkpoint_every_steps", "train.keep_checkpoints"),
+  *("train.checkpoint_every_steps", "train.max_to_keep"),
 )
 _MOST_IN_A_NAME = 3
 # Where a line of the figures "by ..." has its points, and the name of that axis.

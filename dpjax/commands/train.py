@@ -73,7 +73,7 @@ def _print_plan(config, data) -> None:
   from dpjax.run import training
   from dpjax.training import sharding
 
-  sharding.check_rows(config.train.batch_size, config.train.accumulate_steps)
+  sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps)
   config, settings = build.with_vocabulary(config, data.tokenizer), config.train
   epoch = training.make_batches(config, data).steps_per_epoch
   updates = config_lib.steps_in(settings, "num", steps_per_epoch=epoch)

@@ -31,8 +31,8 @@ def check(config: Any) -> None:
   window, stride = config.eval.window or max_length, config.eval.stride
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
   _check_data(data)
-  is_valid = train.batches == "random_windows" or not data.mixture
-  expected = "'' unless train.batches = random_windows"
+  is_valid = train.sampling == "random_windows" or not data.mixture
+  expected = "'' unless train.sampling = random_windows"
   _expect(is_valid, "data.mixture", expected, data.mixture)
   is_valid = data.documents == "joined" or not config.eval.max_tokens
   expected = "0 with data.documents = isolated"
@@ -107,17 +107,17 @@ def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
 def _check_training(train: ConfigDict) -> None:
   for name in ("num", "eval_every"):
     steps_in(train, name, steps_per_epoch=1)
-  num_rows, num_parts = train.batch_size, train.accumulate_steps
+  num_rows, num_parts = train.batch_size, train.grad_accum_steps
   expected = f"a divisor of train.batch_size = {num_rows}"
-  _expect(num_rows % num_parts == 0, "train.accumulate_steps", expected, num_parts)
+  _expect(num_rows % num_parts == 0, "train.grad_accum_steps", expected, num_parts)
   registry.optimizers.build(train.optimizer, "train.optimizer", learning_rate=1.0)
   num_steps = train.num_steps or 2**31
   registry.schedules.build(train.schedule, "train.schedule", peak=1.0, num_steps=num_steps)
   name = train.optimizer.name
   fields = inspect.signature(registry.optimizers.component(name)).parameters
   expected = f"all with train.optimizer = {name}, which takes no mask"
-  is_valid = train.decay_mask == "all" or "mask" in fields
-  _expect(is_valid, "train.decay_mask", expected, train.decay_mask)
+  is_valid = train.weight_decay_mask == "all" or "mask" in fields
+  _expect(is_valid, "train.weight_decay_mask", expected, train.weight_decay_mask)
   if name not in ("adam", "adamw", "lion", "sgd", "muon"):
     return  # Others may want other ranges.
   for key, value in train.optimizer.items():

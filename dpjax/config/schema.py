@@ -60,8 +60,8 @@ _MODEL: dict[str, Any] = {
   "width": S(512, "D, the features of a token's vector", 1),
   "feed_forward_width": S(512, "features within each feed-forward network", 1),
   "max_length": S(512, "the window: the most tokens at once; of Extractors also the taps l", 1),
-  "norm": S("post", "norms after or before each branch", choices=("post", "pre")),
-  "norm_kind": S(
+  "norm_position": S("post", "norms after or before each branch", choices=("post", "pre")),
+  "norm_type": S(
     "layer_norm", "rms_norm has neither mean nor bias", choices=("layer_norm", "rms_norm")
   ),
   "norm_epsilon": S(1e-5, "added to the variance, or to the mean square", above=0),
@@ -91,7 +91,7 @@ _DATA = {
   "mixture": S(
     "",
     "several corpora: SOURCE=WEIGHT,SOURCE=WEIGHT, with names and paths; wins over data.path. Each "
-    "has its share of the rows; with train.batches = random_windows",
+    "has its share of the rows; with train.sampling = random_windows",
   ),
   "data_dir": FREE("data", "the folder of downloads, texts and tokens, shared by all runs"),
   "manual_dir": FREE("", 'the folder of files downloaded by hand; "": data_dir/manual'),
@@ -115,7 +115,7 @@ _DATA = {
   "tokenizer_file": S(
     "",
     'a vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, whose tokenizer is '
-    'taken; "": that of train.initial_run, or one that is trained on the train split',
+    'taken; "": that of train.init_from, or one that is trained on the train split',
   ),
   "tokenizer_size": S(8000, "entries of a vocabulary that is trained", 1),
   "lower_text": S(False, "lower-case the text first; with wordpiece"),
@@ -123,22 +123,22 @@ _DATA = {
   "restrict_vocabulary": S(False, "only the train split's pieces; with wordpiece"),
 }
 _TRAIN = {
-  "batches": S(
-    "contiguous",
+  "sampling": S(
+    "sequential",
     "windows in order; at any offset, drawn; or of rows that are rolled and shuffled each epoch",
-    choices=("contiguous", "random_windows", "shuffled_windows"),
+    choices=("sequential", "random_windows", "shuffled_windows"),
   ),
   "batch_size": S(20, "rows of all devices together", 1),
   "window": S(0, "tokens a row; 0: model.max_length", 0),
-  "initial_run": S("", "the folder of a run whose best parameters to begin with"),
-  "accumulate_steps": FREE(1, "parts of a batch, in turn, for less memory; divides batch_size", 1),
+  "init_from": S("", "the folder of a run whose best parameters to begin with"),
+  "grad_accum_steps": FREE(1, "parts of a batch, in turn, for less memory; divides batch_size", 1),
   "num_steps": S(0, "updates of the whole run; 0 with train.num_epochs", 0),
   "num_epochs": S(60.0, "passes over the train split; 0 with train.num_steps"),
   "optimizer": Component(registry.optimizers, "adam", "the update rule"),
   "learning_rate": S(1e-4, "the peak of the schedule", 0),
   "schedule": Component(registry.schedules, "constant", "of the learning rate"),
-  "clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
-  "decay_mask": S(
+  "grad_clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
+  "weight_decay_mask": S(
     "all",
     "what decays with a weight_decay: matrices leaves out norms, biases and tables",
     choices=("all", "matrices"),
@@ -149,17 +149,17 @@ _TRAIN = {
   "eval_every_epochs": FREE(1.0, "epochs between evaluations; 0 with train.eval_every_steps"),
   "patience": FREE(0, "evaluations without a new best that end the run; 0: never", 0),
   "checkpoint_every_steps": FREE(500, "updates between checkpoints", 1),
-  "keep_checkpoints": FREE(2, "the number of last ones; the best is kept beside them", 1),
-  "products": S(
+  "max_to_keep": FREE(2, "the number of last ones; the best is kept beside them", 1),
+  "matmul_dtype": S(
     "float32",
     "of the operands of matrix products; bfloat16 is mixed precision: sums, norms, softmax and "
     "what layers pass on stay in model.dtype",
     choices=_FLOATS,
   ),
-  "parameters": FREE(
+  "param_sharding": FREE(
     "replicated",
     "on all devices, or each divided over them",
-    choices=("replicated", "sharded"),
+    choices=("replicated", "fsdp"),
   ),
 }
 _EVAL = {
@@ -179,10 +179,10 @@ _SAMPLE = {
   "temperature": FREE(1.0, "divides the logits; 0: the most likely token", 0),
   "top_k": FREE(0, "draw from the k most likely tokens; 0: from all", 0),
   "top_p": FREE(1.0, "draw from the most likely tokens of this probability", above=0, maximum=1),
-  "beyond_window": FREE(
+  "overflow": FREE(
     "slide",
     "after the window: move it, go on where mixers can, or end",
-    choices=("slide", "continue", "refuse"),
+    choices=("slide", "continue", "error"),
   ),
 }
 SCHEMA: dict[str, Any] = {
@@ -195,11 +195,11 @@ SCHEMA: dict[str, Any] = {
   "sample": _SAMPLE,
 }
 # Settings that name files and folders, those of components too.
-_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.initial_run
+_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.init_from
   model.boundaries.file model.boundaries.run""".split()
 # The length of a run may change on resume where the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
-_FREE_NAMES = ("implementation", "num_capacities")  # of components
+_FREE_NAMES = ("implementation", "num_buckets")  # of components
 _REGISTRIES = {"mixer": registry.mixers, "boundaries": registry.boundaries}
 _REGISTRIES |= {"optimizer": registry.optimizers, "schedule": registry.schedules}
 

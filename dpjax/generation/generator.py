@@ -36,7 +36,7 @@ class Sampling(TypedDict, total=False):
   temperature: float | None
   top_k: int | None
   top_p: float | None
-  beyond_window: str | None
+  overflow: str | None
   seed: int
   num_samples: int
   stop: Sequence[str]
@@ -71,7 +71,7 @@ class Generator:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    beyond_window: str | None = None,
+    overflow: str | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
@@ -87,11 +87,11 @@ class Generator:
       temperature: see `dpjax.generation.sample`, also for the next two.
       top_k: 0 means all.
       top_p: in (0, 1].
-      beyond_window: what to do, for all rows, once a text exceeds the model's window of M
+      overflow: what to do, for all rows, once a text exceeds the model's window of M
         tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
         the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
         Extractor and of relative attention M - 1. Attention and learned positions end with the
-        window. "refuse": such a length is an error.
+        window. "error": such a length is an error.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample; the stop token is not part of it.
@@ -104,7 +104,7 @@ class Generator:
         the vocabulary, or the model cannot continue beyond its window.
     """
     settings: dict[str, Any] = dict(
-      length=length, temperature=temperature, top_k=top_k, top_p=top_p, beyond_window=beyond_window
+      length=length, temperature=temperature, top_k=top_k, top_p=top_p, overflow=overflow
     )
     settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
     config_lib.check_sampling(settings)
@@ -118,9 +118,9 @@ class Generator:
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_characters(self._tokenizer, prompt)
       check_prompt(self._settings, self._tokenizer, prompt, "prompt", settings)
-    if settings["beyond_window"] == "continue" and not self._has_cache:
+    if settings["overflow"] == "continue" and not self._has_cache:
       raise UserError(
-        "beyond_window: expected slide or refuse with a mixer that has no cache, got continue"
+        "overflow: expected slide or error with a mixer that has no cache, got continue"
       )
     stop_ids = self._stop_ids(stop)
     samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
@@ -135,7 +135,7 @@ class Generator:
       top_p=jnp.float32(settings["top_p"]),
     )
     ends = [len(row) + settings["length"] for row in rows]
-    slides = settings["beyond_window"] == "slide"
+    slides = settings["overflow"] == "slide"
     return self._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
 
   def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
@@ -218,14 +218,14 @@ def check_prompt(
 ) -> None:
   """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
   length, window = len(tokenizer.encode(prompt)), model.max_length
-  if settings["beyond_window"] != "continue":
+  if settings["overflow"] != "continue":
     if length > window:
       raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
     longest = window + 1 - max(1, length)
-    if settings["beyond_window"] == "refuse" and settings["length"] > longest:
+    if settings["overflow"] == "error" and settings["length"] > longest:
       raise UserError(
         f"length: expected at most {longest} after a {name} of {length} tokens (the "
-        f"model's window has {window}), got {settings['length']}; or another beyond_window"
+        f"model's window has {window}), got {settings['length']}; or another overflow"
       )
     return
   mixers = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
@@ -236,7 +236,7 @@ def check_prompt(
     bounded.append("learned positions")
   if bounded and max(1, length) + settings["length"] - 1 > window:
     raise UserError(
-      f"beyond_window: expected slide or refuse with {' and '.join(bounded)}, which ends with "
+      f"overflow: expected slide or error with {' and '.join(bounded)}, which ends with "
       f"the model's window of {window} tokens, got continue"
     )
 

@@ -77,9 +77,9 @@ class Boundaries(nn.Module):
     is_unbounded: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
     reads_share: whether its `loss` reads "boundary_share", counted in a separate pass with
-      `train.accumulate_steps`.
+      `train.grad_accum_steps`.
     pooling: "mean", or "last" (sub-sampling). A field of some classes.
-    num_capacities: the number of lengths for which the middle is compiled. A field of some classes.
+    num_buckets: the number of lengths for which the middle is compiled. A field of some classes.
     target_schedule: () or (first, updates): the target of the loss is `first` at update 0, and
       reaches its own value linearly, after that many updates. A field of some classes.
   """
@@ -92,12 +92,12 @@ class Boundaries(nn.Module):
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
   pooling = "mean"
-  num_capacities = 1
+  num_buckets = 1
   target_schedule = ()
 
   def __post_init__(self):
     checks.choice("pooling", self.pooling, METHODS)
-    check_settings(self, sizes=("num_capacities",))
+    check_settings(self, sizes=("num_buckets",))
     for name in ("space_ids", "end_ids"):
       checks.ids(name, getattr(self, name, ()))
     super().__post_init__()
@@ -249,7 +249,7 @@ class Whitespace(Boundaries):
 
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, **_):
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
@@ -281,7 +281,7 @@ class SpaceByte(Boundaries):
   space_ids: tuple[int, ...] = ()
   end_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
     boundaries = ops.spacelike_boundaries(

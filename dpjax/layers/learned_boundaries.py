@@ -76,7 +76,7 @@ class Unigram(_Predicted):
   size: int = 10_000
   double_sigmoid: bool = False
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __post_init__(self):
     checks.integers(size=self.size)
@@ -106,7 +106,7 @@ class EntropySpikes(_Predicted):
   left: int = 2
   double_sigmoid: bool = False
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __post_init__(self):
     checks.integers(left=self.left)
@@ -141,7 +141,7 @@ class Gumbel(_Predicted):
   prior: float = 0.2
   sample: bool = False
   space_ids: tuple[int, ...] = ()
-  num_capacities: int = 5
+  num_buckets: int = 5
   target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
@@ -234,7 +234,7 @@ class Routing(Boundaries):
   width: int
   factor: float = 4.5
   weight: float = 0.03
-  num_capacities: int = 5
+  num_buckets: int = 5
   dtype: jnp.dtype = jnp.float32
   target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -320,7 +320,7 @@ class EntropyThreshold(Boundaries):
   theta: float | None = None
   theta_add: float = 0.0
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
   frozen: Any = None
 
   def __post_init__(self):

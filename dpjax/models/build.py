@@ -48,7 +48,7 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
     layers=core if is_plain else None,
     hourglass=None if is_plain else core,
     relative_positions=_relative_positions([core]) if is_plain else None,
-    final_norm=_norm(model) if model["norm"] == "pre" else None,
+    final_norm=_norm(model) if model["norm_position"] == "pre" else None,
     use_bias=model["use_bias"],
     **{name: model[name] for name in names},
     **_drawn(model),
@@ -91,7 +91,7 @@ def _drawn(model: Mapping) -> dict[str, Any]:
 
 def _norm(model: Mapping) -> Norm:
   names = "norm_init_std", "use_bias", "norm_epsilon"
-  return Norm(model["norm_kind"], jnp.dtype(model["dtype"]), *(model[name] for name in names))
+  return Norm(model["norm_type"], jnp.dtype(model["dtype"]), *(model[name] for name in names))
 
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
@@ -142,7 +142,7 @@ def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> St
       ),
       mixer_norm=_norm(model),
       feed_forward_norm=_norm(model),
-      is_pre_norm=model["norm"] == "pre",
+      is_pre_norm=model["norm_position"] == "pre",
       dropout=model["dropout"],
     )
 
@@ -239,5 +239,5 @@ def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], in
 
 def capacity_for(boundaries: Boundaries, length: int, max_segments: int) -> int:
   """The smallest capacity for rows of T tokens with at most so many segments."""
-  sizes = ops.capacities(length + 1, boundaries.num_capacities)
+  sizes = ops.capacities(length + 1, boundaries.num_buckets)
   return next(size for size in sizes if size > max_segments)

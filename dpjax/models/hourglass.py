@@ -346,7 +346,7 @@ def _capacities(predictor: Boundaries, length: int, has_documents: bool) -> tupl
     # One a document more than of a row: room for few documents, and for many.
     sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + num_null, predictor.num_capacities)}
+    sizes = {*ops.capacities(length + num_null, predictor.num_buckets)}
   if has_documents:
     sizes.add(max(*sizes, length * (1 + num_null)))
   return tuple(sorted(sizes))
@@ -390,7 +390,7 @@ def _read_segments(
 
   if chunk > 1:
     queue_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
-    sizes = ops.capacities(chunk + 1, min(predictor.num_capacities, 4, chunk // 8 + 1))
+    sizes = ops.capacities(chunk + 1, min(predictor.num_buckets, 4, chunk // 8 + 1))
 
     def at_capacity(size, queue_bsd, middle):
       s_bsd, middle = step(queue_bsd[:, :size], middle, waiting_b)

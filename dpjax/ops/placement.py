@@ -50,7 +50,7 @@ def is_symbolic(x: jax.Array) -> bool:
 def divide_rows(x: jax.Array) -> jax.Array:
   """Keeps the first axis of an activation divided over the devices of a run, as its batch is.
 
-  Else XLA may divide the features, like parameters (`train.parameters=sharded`), and move
+  Else XLA may divide the features, like parameters (`train.param_sharding=fsdp`), and move
   activations at every layer. Does nothing outside of a run.
   """
   mesh = jax.sharding.get_abstract_mesh()

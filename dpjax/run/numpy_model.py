@@ -60,7 +60,7 @@ def shift(x, n):  # x[t - n], and 0 before the first
 
 
 def norm(p, x, model):  # scale and bias [D]
-  if model["norm_kind"] == "layer_norm":
+  if model["norm_type"] == "layer_norm":
     x = x - x.mean(-1, keepdims=True)
   scale = p["scale"] / np.sqrt((x**2).mean(-1, keepdims=True) + model["norm_epsilon"])
   return scale * x + p.get("bias", 0)
@@ -158,12 +158,12 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
   for arrays, section in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
     for name in ("mixer", "feed_forward"):
       q, of_norm = part(arrays, name), part(arrays, name + "_norm")
-      y = norm(of_norm, x, model) if model["norm"] == "pre" else x
+      y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
       if name == "mixer":
         y = FUNCTIONS[section["name"]]({**q, **positions}, y, section)
       else:
         y = feed_forward(q, y, model["activation"])
-      x = x + y if model["norm"] == "pre" else norm(of_norm, x + y, model)
+      x = x + y if model["norm_position"] == "pre" else norm(of_norm, x + y, model)
   return x
 
 
@@ -250,7 +250,7 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = layers(part(p, "layers"), x, model, None, part(p, "relative_positions"))
   else:
     x = hourglass(part(p, "hourglass"), x, tokens, model)
-  if model["norm"] == "pre":
+  if model["norm_position"] == "pre":
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T

@@ -300,7 +300,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
   built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, only the parameters are read.
   abstract = step_lib.abstract_state(
-    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
+    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.param_sharding
   )
   if workdir_lib.is_exported(workdir):
     params, saved_step = export.restore(workdir, abstract.params, step)

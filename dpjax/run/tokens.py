@@ -21,7 +21,7 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tok
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
   The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
-  Without `config.data.tokenizer_file`, `config.train.initial_run` gives the tokenizer. `fresh`
+  Without `config.data.tokenizer_file`, `config.train.init_from` gives the tokenizer. `fresh`
   replaces an existing corpus.
 
   Raises:
@@ -144,8 +144,8 @@ def _open_ready(config: ConfigDict, own: Tokenizer | None) -> Tokens:
 def _known_tokenizer(config: ConfigDict, own: Tokenizer | None) -> Tokenizer | None:
   """The tokenizer of the run that the settings name, if any, or its copy, `own`."""
   data = config.data
-  key = "data.tokenizer_file" if data.tokenizer_file else "train.initial_run"
-  source = data.tokenizer_file or config.train.initial_run
+  key = "data.tokenizer_file" if data.tokenizer_file else "train.init_from"
+  source = data.tokenizer_file or config.train.init_from
   known = (own or load_tokenizer(find(source), key)) if source else None
   if known is None:
     if source and not data.tokenizer_file:

@@ -92,7 +92,7 @@ def train(
       run._validate,
       intervals,
       workdir=workdir,
-      keep_checkpoints=config.train.keep_checkpoints,
+      max_to_keep=config.train.max_to_keep,
       patience=config.train.patience,
       initial=_initial(run, shapes, frozen, model),
       meta={"config": config.to_dict(), "validation": validation},
@@ -119,7 +119,7 @@ def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
 def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   """The tokens of a run, new unless it resumes."""
   resumes = workdir_lib.resumes(workdir, config)
-  runs = {"train.initial_run": config.train.initial_run}
+  runs = {"train.init_from": config.train.init_from}
   if workdir_lib.needs_run(config):
     runs["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in runs.items():
@@ -148,10 +148,10 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
     options["sizes"] = data.counts["train"]["sources"]
   else:
     factory = {
-      "contiguous": batches.ContiguousRows,
+      "sequential": batches.ContiguousRows,
       "random_windows": batches.RandomWindows,
       "shuffled_windows": batches.ShuffledWindows,
-    }[settings.batches]
+    }[settings.sampling]
   window = settings.window or config.model.max_length
   return factory(data.splits["train"], settings.batch_size, window, config.seed, **options)
 
@@ -177,13 +177,13 @@ def make_step_spec(
     model,
     optimizer,
     losses.Objective(build.build_boundaries(config.model)),
-    accumulate_steps=settings.accumulate_steps,
-    parameters=settings.parameters,
+    grad_accum_steps=settings.grad_accum_steps,
+    parameters=settings.param_sharding,
     capacity=build.batch_capacity(config.model),
     seed=config.seed,
     ema_decay=settings.ema_decay,
     learning_rate=rate,
-    products=settings.products,
+    products=settings.matmul_dtype,
   )
 
 
@@ -213,7 +213,7 @@ def _check_memory(state: Any, parameters: str) -> None:
   memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
-  copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
+  copies = jax.local_device_count() / (jax.device_count() if parameters == "fsdp" else 1)
   required = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
   if required > memory:
     raise UserError(
@@ -244,7 +244,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
   if not data.tokenizer.lossless:
     print(f"tokens of {tokenizer_type} do not hold the whole text: no bits per character or byte")
   # The train split has no unknown characters if these are its own.
-  source = config.data.tokenizer_file or config.train.initial_run
+  source = config.data.tokenizer_file or config.train.init_from
   splits = [x for x in data.splits if x != "train" or source or tokenizer_type != "characters"]
   if unknown := data.tokenizer.describe_unknown({x: data.splits[x] for x in splits}):
     print(unknown)
@@ -252,7 +252,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
   """A function that reads the initial parameters, if they are not drawn."""
-  key, folder = "train.initial_run", run.config.train.initial_run
+  key, folder = "train.init_from", run.config.train.init_from
   if frozen is None and not folder:
     return None
 

@@ -83,7 +83,7 @@ def lock(workdir: Path) -> Iterator[None]:
   file of it is a link or not a regular file, or it is removed.
   """
   if is_exported(workdir):
-    hint = "to train on, take a new workdir and it as train.initial_run"
+    hint = "to train on, take a new workdir and it as train.init_from"
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
   differences = config_lib.differences(loading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = " (the schedule ends with the length: to train on, take a new workdir and "
-    hint += f"train.initial_run = {workdir})"
+    hint += f"train.init_from = {workdir})"
     hint *= all(line.startswith(schema.LENGTH_KEYS) for line in differences)
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "

@@ -262,7 +262,7 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
   raise UserError(
     f"workdir: expected an intact checkpoint in {paths[0].parent}, got damaged ones of the steps "
     f"{[int(path.name) for path in paths]}. Restore that folder from a backup, or start again in "
-    "another workdir (train.initial_run can name a run to start from)"
+    "another workdir (train.init_from can name a run to start from)"
   )
 
 

@@ -34,8 +34,8 @@ class TrainStepSpec:
   """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
 
   Attributes:
-    accumulate_steps: the number of parts of a batch.
-    parameters: "replicated" or "sharded".
+    grad_accum_steps: the number of parts of a batch.
+    parameters: "replicated" or "fsdp".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
@@ -45,7 +45,7 @@ class TrainStepSpec:
   model: nn.Module
   optimizer: optax.GradientTransformation
   objective: losses.Objective = losses.Objective()
-  accumulate_steps: int = 1
+  grad_accum_steps: int = 1
   parameters: str = "replicated"
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
   seed: int = 0
@@ -66,7 +66,7 @@ class TrainStepSpec:
       self.optimizer,
       jax.tree.map(lambda leaf: leaf.sharding, abstract),
       mesh,
-      accumulate_steps=self.accumulate_steps,
+      grad_accum_steps=self.grad_accum_steps,
       objective=self.objective,
       ema_decay=self.ema_decay,
       learning_rate=self.learning_rate,
@@ -95,7 +95,7 @@ def fit(
   intervals: Intervals,
   *,
   workdir: str | Path,
-  keep_checkpoints: int = 2,
+  max_to_keep: int = 2,
   patience: int = 0,
   initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
@@ -117,7 +117,7 @@ def fit(
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
     intervals: the numbers of updates.
     workdir: the run's folder, which exists.
-    keep_checkpoints: the number of last checkpoints to keep.
+    max_to_keep: the number of last checkpoints to keep.
     patience: training ends after this number of evaluations without a new best; 0 means never.
     initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
@@ -138,11 +138,11 @@ def fit(
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
-  sharding.check_rows(batches.batch_size, spec.accumulate_steps)
+  sharding.check_rows(batches.batch_size, spec.grad_accum_steps)
   num_steps = intervals.num_steps
   with contextlib.ExitStack() as stack:
     find_signal = stack.enter_context(_stop_signal(num_steps))
-    saved = checkpoints.Checkpoints(Path(workdir, "checkpoints"), keep_checkpoints)
+    saved = checkpoints.Checkpoints(Path(workdir, "checkpoints"), max_to_keep)
     stack.enter_context(saved)
     loop = _Loop(spec, batches, intervals, saved, callbacks, patience)
     loop.restore(initial, dict(meta or {}), dict(origin or {}))

@@ -28,9 +28,9 @@ def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
 def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
   """The update rule that `config.train` describes, for `num_steps` updates in total."""
   arguments: dict[str, Any] = {"learning_rate": build_schedule(train, num_steps)}
-  if train.get("decay_mask", "all") == "matrices":
+  if train.get("weight_decay_mask", "all") == "matrices":
     arguments["mask"] = decays
-  return _build(train["optimizer"], "train.optimizer", train["clip_norm"], **arguments)
+  return _build(train["optimizer"], "train.optimizer", train["grad_clip_norm"], **arguments)
 
 
 def decays(params: Any) -> Any:
@@ -53,20 +53,22 @@ def _names(path) -> list[str]:
 
 
 def make_optimizer(
-  name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
+  name: str, rate: optax.ScalarOrSchedule, *, grad_clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
   """An update rule by its name in `dpjax.config.registry.optimizers`, with settings such as `b1`.
 
-  Gradients are first clipped to the global norm `clip_norm`, unless it is 0. `rate` may be a
+  Gradients are first clipped to the global norm `grad_clip_norm`, unless it is 0. `rate` may be a
   function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
-  return _build(section, "optimizer", clip_norm, learning_rate=rate)
+  return _build(section, "optimizer", grad_clip_norm, learning_rate=rate)
 
 
-def _build(section: Mapping, key: str, clip_norm: float, **arguments: Any):
+def _build(section: Mapping, key: str, grad_clip_norm: float, **arguments: Any):
   update = registry.optimizers.build(section, key, **arguments)
-  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
+  return (
+    optax.chain(optax.clip_by_global_norm(grad_clip_norm), update) if grad_clip_norm else update
+  )
 
 
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:

@@ -188,7 +188,7 @@ class MetricsReader:
         raise NonFiniteError(
           f"Step {step}: expected a finite {name}, got {values[name]}. The checkpoints are from "
           "before it. A lower train.learning_rate, a warm-up or a tighter "
-          "train.clip_norm may help, in a new workdir."
+          "train.grad_clip_norm may help, in a new workdir."
         )
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
     rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}

@@ -20,13 +20,13 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
 def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   """The sharding of each array (or shape) of a train state.
 
-  With `parameters` "replicated", every device holds all; with "sharded", an array is divided
+  With `parameters` "replicated", every device holds all; with "fsdp", an array is divided
   along its longest axis that the number of devices divides, or replicated if it has none.
   """
 
   def sharding_of(leaf) -> NamedSharding:
     divisible = [size for size in leaf.shape if size and size % mesh.size == 0]
-    if parameters != "sharded" or not divisible:
+    if parameters != "fsdp" or not divisible:
       return NamedSharding(mesh, PartitionSpec())
     axis = leaf.shape.index(max(divisible))
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
@@ -34,13 +34,13 @@ def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   return jax.tree.map(sharding_of, state)
 
 
-def check_rows(batch_size: int, accumulate_steps: int = 1, devices: int | None = None) -> None:
+def check_rows(batch_size: int, grad_accum_steps: int = 1, devices: int | None = None) -> None:
   """Raises a `UserError` if a batch, or a part of it, does not divide over the devices (JAX's)."""
   devices = devices or jax.device_count()
-  if batch_size % (devices * accumulate_steps):
+  if batch_size % (devices * grad_accum_steps):
     raise UserError(
-      f"train.batch_size: expected a multiple of {devices * accumulate_steps} ({devices} "
-      f"devices x {accumulate_steps} accumulated parts), got {batch_size}"
+      f"train.batch_size: expected a multiple of {devices * grad_accum_steps} ({devices} "
+      f"devices x {grad_accum_steps} accumulated parts), got {batch_size}"
     )
 
 

@@ -64,7 +64,7 @@ def init_state(
 def train_step(
   model: nn.Module,
   optimizer: optax.GradientTransformation,
-  accumulate_steps: int,
+  grad_accum_steps: int,
   state: TrainState,
   batch: Batch,
   *,
@@ -76,7 +76,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Makes one update with the mean loss of the batch's tokens.
 
-  The batch is processed in A = `accumulate_steps` sequential parts, and the summed gradients are
+  The batch is processed in A = `grad_accum_steps` sequential parts, and the summed gradients are
   divided by the summed weights. If the loss of the boundaries is not a sum over rows
   (`losses.Objective.counts`), a pass without gradients first counts the boundaries of all parts.
   Except for rounding, dropout and drawn boundaries, the result equals that of A = 1.
@@ -84,7 +84,7 @@ def train_step(
   Args:
     model: takes [B, T] tokens, `deterministic` and the random stream "dropout".
     optimizer: from `dpjax.training.optimizer`.
-    accumulate_steps: A, a divisor of B.
+    grad_accum_steps: A, a divisor of B.
     state: the state before the update.
     batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
       rows of several documents also "document_starts", [B, T], 1 at the first token of each.
@@ -100,7 +100,7 @@ def train_step(
     if given, and the objective's sums.
   """
   with ops.product_dtype(products):
-    grads, sums = _summed_gradient(model, accumulate_steps, state, batch, objective, capacity)
+    grads, sums = _summed_gradient(model, grad_accum_steps, state, batch, objective, capacity)
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
   value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
@@ -116,7 +116,7 @@ def train_step(
   return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
 
 
-def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objective, capacity):
+def _summed_gradient(model, grad_accum_steps: int, state, batch: Batch, objective, capacity):
   """The gradient of the loss, summed over the targets, and the objective's sums."""
   key = jax.random.fold_in(state.key, state.step)
 
@@ -127,13 +127,13 @@ def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objectiv
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
   gradient = jax.grad(total, has_aux=True)
-  if accumulate_steps == 1:
+  if grad_accum_steps == 1:
     return gradient(state.params, batch, key)
   # Row b goes to part b % A, so that each part lies on all devices.
   parts = jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
+    lambda x: jnp.moveaxis(x.reshape(-1, grad_accum_steps, *x.shape[1:]), 1, 0), batch
   )
-  keys, counts = jax.random.split(key, accumulate_steps), None
+  keys, counts = jax.random.split(key, grad_accum_steps), None
   if objective.counts:
 
     def count_part(_, part_and_key):
@@ -190,14 +190,14 @@ def jit_train_step(
   state_shardings,
   mesh: Mesh,
   *,
-  accumulate_steps: int = 1,
+  grad_accum_steps: int = 1,
   **settings: Any,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """`train_step`, compiled for a mesh: (state, batch, capacity=None).
 
   The input state is donated. Each capacity is compiled separately.
   """
-  step = functools.partial(train_step, model, optimizer, accumulate_steps, **settings)
+  step = functools.partial(train_step, model, optimizer, grad_accum_steps, **settings)
   return jax.jit(
     _on_mesh(step, mesh),
     donate_argnums=0,

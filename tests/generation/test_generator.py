@@ -138,7 +138,7 @@ def test_a_character_that_stays_incomplete_is_shown_at_the_end():
 
 def test_text_comes_as_it_is_made(dispatcher):
   generator, params = dispatcher
-  settings = dict(length=20, seed=4, beyond_window="continue")
+  settings = dict(length=20, seed=4, overflow="continue")
   pieces = [chunk[0] for chunk in generator.stream(params, ["abc"], **settings)]
   assert len(pieces) > 1 and all(piece.text for piece in pieces)
   assert sum(piece.num_tokens for piece in pieces) == 20
@@ -167,8 +167,8 @@ WRONG = [
   (dict(seed=2**32), "seed: expected an integer in"),
   *((dict(stop=x), "stop: expected texts of one token each, got ") for x in (["ab"], "z", [""])),
   (dict(top_p=0.0), r"top_p: expected a number in \(0, 1\], got 0"),
-  (dict(beyond_window="go"), "beyond_window: expected one of slide, cont"),
-  (dict(length=10, beyond_window="refuse"), "length: expected at most 9 after a prompt of"),
+  (dict(overflow="go"), "overflow: expected one of slide, cont"),
+  (dict(length=10, overflow="error"), "length: expected at most 9 after a prompt of"),
 ]
 
 
@@ -189,10 +189,10 @@ def test_models_that_end_with_their_window_say_so():
     (dict(mixer="dispatcher", **pooled), "attention and learned positions"),
   ):
     generator, params = make(**settings, seed=None)
-    message = f"beyond_window: expected slide or refuse with {what}, which ends with the mod"
+    message = f"overflow: expected slide or error with {what}, which ends with the mod"
     with pytest.raises(ValueError, match=message):
-      generator.stream(params, ["abc"], length=10, beyond_window="continue")
-    generator.stream(params, ["abc"], length=9, beyond_window="continue")
+      generator.stream(params, ["abc"], length=10, overflow="continue")
+    generator.stream(params, ["abc"], length=9, overflow="continue")
 
 
 def test_from_a_folder_with_the_settings_of_the_run(finished):
@@ -233,14 +233,14 @@ def test_a_mixer_without_a_cache_writes_by_full_passes():
   texts = write(maker, prompts, length=14, temperature=0.0)
   assert texts == greedy_by_hand(maker, prompts, 14)
   assert write(maker, ["j"], length=5, temperature=0.0) == [texts[1][:5]]
-  with pytest.raises(ValueError, match="beyond_window: expected slide or refuse with a m"):
-    write(maker, prompts, length=3, beyond_window="continue")
+  with pytest.raises(ValueError, match="overflow: expected slide or error with a m"):
+    write(maker, prompts, length=3, overflow="continue")
 
 
 def draw_case(maker, rng) -> dict:
   """Prompts of any lengths, and settings that these allow."""
   kind = maker[0]._settings
-  beyond = rng.choice(["slide", "slide", "slide", "continue", "refuse"])
+  beyond = rng.choice(["slide", "slide", "slide", "continue", "error"])
   if not maker[0]._has_cache and beyond == "continue":
     beyond = "slide"
   sizes, count = rng.integers(0, WINDOW + 1, size=3).tolist(), 1
@@ -254,7 +254,7 @@ def draw_case(maker, rng) -> dict:
     prompts=prompts,
     num_samples=count,
     length=length,
-    beyond_window=str(beyond),
+    overflow=str(beyond),
     temperature=float(rng.choice([0.0, 0.7, 1.6])),
     seed=int(rng.integers(100)),
   )
@@ -264,7 +264,7 @@ def check_case(maker, case: dict, rng) -> None:
   """Each row is the row alone, up to a token that another one almost was."""
   generator, params = maker
   decode, rows = generator._tokenizer.decode, []
-  settings = dict(temperature=case["temperature"], goes_on=case["beyond_window"] == "continue")
+  settings = dict(temperature=case["temperature"], goes_on=case["overflow"] == "continue")
   for j, prompt in enumerate(case["prompts"]):
     for i in range(case["num_samples"]):
       key = jax.random.fold_in(jax.random.fold_in(jax.random.key(case["seed"]), i), j)
@@ -293,7 +293,7 @@ def test_a_row_is_the_row_alone(dispatcher):
   maker = make(max_length=24)
   case = dict(prompts=["abc hij def gab cde fg", "abc"], num_samples=1, length=30)
   for seed in range(3):
-    check_case(maker, dict(**case, beyond_window="slide", temperature=1.0, seed=seed), rng)
+    check_case(maker, dict(**case, overflow="slide", temperature=1.0, seed=seed), rng)
 
 
 SEARCHED = {

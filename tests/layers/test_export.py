@@ -67,7 +67,7 @@ def test_every_layer(layer, fields, inputs):
 )
 def test_models(mixer, boundaries):
   kind = helpers.component(
-    dpjax.config.registry.boundaries, boundaries, num_capacities=2, space_ids=(2,), end_ids=(2,)
+    dpjax.config.registry.boundaries, boundaries, num_buckets=2, space_ids=(2,), end_ids=(2,)
   )
   section = helpers.component(dpjax.config.registry.mixers, mixer, num_heads=3)
   model = dpjax.build_model(helpers.model_settings(section, kind))

@@ -112,7 +112,7 @@ SIZES = dict(vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN)
 
 def test_a_model_of_normal_weights():
   settings = helpers.model_settings(
-    "he", norm="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
+    "he", norm_position="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
   )
   assert check_normal(settings, 0.03, 0)[1] == {"positions", "taps"}
 

@@ -21,7 +21,7 @@ BFLOAT16 = jnp.dtype("bfloat16")
 DRAWN = dict(init_std=0.4, dtype=BFLOAT16)
 # Of every model here; `norm` and `block` make the modules that they describe.
 SETTINGS = dict(dtype="bfloat16", init_std=0.4, norm_init_std=0.5, use_bias=False, norm="pre")
-SETTINGS |= dict(norm_kind="rms_norm", norm_epsilon=1e-3, activation="swiglu")
+SETTINGS |= dict(norm_type="rms_norm", norm_epsilon=1e-3, activation="swiglu")
 SETTINGS |= dict(dropout=0.1, hidden_dropout=0.2)
 OPTIONS = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
 OPTIONS |= dict(rotary_base=50.0, window=5, num_taps=4, adjustment=False, output_projection=False)
@@ -67,7 +67,7 @@ def test_every_setting_arrives(mixer):
   "boundaries, options, derived",
   [
     ("fixed", dict(shortening_factor=5, offset=3, pooling="last"), {}),
-    ("whitespace", dict(space_ids=(4, 7), num_capacities=3, pooling="last"), {}),
+    ("whitespace", dict(space_ids=(4, 7), num_buckets=3, pooling="last"), {}),
     ("gumbel", dict(temperature=0.7, sample=True), dict(predictor_width=10, **DRAWN)),
   ],
 )

@@ -35,7 +35,7 @@ def plain(name, **changes):
 
 def pooled(boundaries, middle="relative_attention", first=None, last=None, outer=1, **changes):
   """Settings of a pooled model; `boundaries` are a name and its settings."""
-  kind = helpers.component(registry.boundaries, **dict(num_capacities=2) | boundaries)
+  kind = helpers.component(registry.boundaries, **dict(num_buckets=2) | boundaries)
   stacks = {
     name: dict(num_layers=outer)
     | ({} if x is None else dict(mixer=mixer(x) if isinstance(x, str) else x))
@@ -46,8 +46,8 @@ def pooled(boundaries, middle="relative_attention", first=None, last=None, outer
 
 def modern():
   own = mixer("attention", use_bias=False, rotary_base=30.0)
-  frame = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-  return plain(own, width=8, norm="pre", positions="none", **frame)
+  frame = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+  return plain(own, width=8, norm_position="pre", positions="none", **frame)
 
 
 FIXED_0 = dict(name="fixed", shortening_factor=3, offset=0, pooling="last")
@@ -56,7 +56,7 @@ BYTES = dict(name="spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7))
 CASES = {
   "dispatcher": (plain("dispatcher"), "steps"),
   "modern": (modern(), "chunks"),
-  "we": (plain("we", positions="learned", norm="pre", scan_layers=False), "steps"),
+  "we": (plain("we", positions="learned", norm_position="pre", scan_layers=False), "steps"),
   "in turn": (
     plain(("we", mixer("relative_attention"), mixer("local_attention", window=3)), num_layers=4),
     "chunks",
@@ -81,7 +81,7 @@ CASES = {
     pooled(
       dict(name="unigram"),
       *("he", "dispatcher_multihead", "me"),
-      **dict(norm="pre", scan_layers=False, positions="learned"),
+      **dict(norm_position="pre", scan_layers=False, positions="learned"),
     ),
     "steps",
   ),
@@ -89,7 +89,7 @@ CASES = {
     pooled(dict(name="entropy", pooling="last"), first="she", last="dispatcher", outer=2),
     "steps",
   ),
-  "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
+  "gumbel": (pooled(dict(name="gumbel", num_buckets=1, **IDS)), "steps"),
   "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
 DEFAULT = ("modern", "we", "whitespace", "routing", "in turn in the middle")
@@ -132,7 +132,7 @@ def test_chunks_are_the_whole(case):
 
 
 def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
-  config = pooled(dict(name="gumbel", num_capacities=1), "dispatcher", num_layers=1)
+  config = pooled(dict(name="gumbel", num_buckets=1), "dispatcher", num_layers=1)
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 2, 1 / 2)
   step, whole = helpers.make_step(model, params), jax.jit(model.apply)
@@ -161,9 +161,7 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would(has_taps):
     mixers = ["he", "me", "we"]
   else:
     mixers = [mixer("dispatcher", num_levels=3), None, "dispatcher_multihead"]
-  short, long = (
-    pooled(dict(name="whitespace", num_capacities=1, **IDS), *mixers) for _ in range(2)
-  )
+  short, long = (pooled(dict(name="whitespace", num_buckets=1, **IDS), *mixers) for _ in range(2))
   short.update(max_length=8, positions="sinusoidal")
   long.update(max_length=LENGTH, positions="sinusoidal")
   for config in (short, long):

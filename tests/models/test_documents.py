@@ -47,7 +47,7 @@ def join(rows):
 
 def pooled(boundaries, mixer="dispatcher", **own):
   one = dict(num_layers=1)
-  kind = helpers.component(registry.boundaries, boundaries, num_capacities=2, **own)
+  kind = helpers.component(registry.boundaries, boundaries, num_buckets=2, **own)
   return helpers.model_settings(mixer, kind, first=one, last=one, **one)
 
 
@@ -89,10 +89,10 @@ CASES = {
   "routing": lambda: pooled("routing", "relative_attention"),
   "entropy_threshold": lambda: pooled("entropy_threshold", run="a", rule="monotonic", theta=0.0),
   "two stages of routing": lambda: two_stages(
-    kind("routing", num_capacities=2), kind("routing", factor=2.0, num_capacities=2)
+    kind("routing", num_buckets=2), kind("routing", factor=2.0, num_buckets=2)
   ),
   "whitespace, gumbel": lambda: two_stages(
-    kind("whitespace", space_ids=(SPACE, 3, 4)), kind("gumbel", num_capacities=3)
+    kind("whitespace", space_ids=(SPACE, 3, 4)), kind("gumbel", num_buckets=3)
   ),
 }
 

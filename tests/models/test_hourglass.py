@@ -20,9 +20,9 @@ NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.fl
 GIVEN = np.array([[0] * LENGTH, [1] * LENGTH, [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1]], np.int32)
 
 
-def make(kind, mixer="dispatcher", num_capacities=3, changes=None, **own):
+def make(kind, mixer="dispatcher", num_buckets=3, changes=None, **own):
   """A pooled model of one block a stack; `own` are the boundaries' settings."""
-  own = dict(shortening_factor=3, space_ids=(SPACE,), num_capacities=num_capacities) | own
+  own = dict(shortening_factor=3, space_ids=(SPACE,), num_buckets=num_buckets) | own
   section = helpers.component(registry.boundaries, kind, **own)
   one = dict(num_layers=1)
   usual = dict(vocab_size=VOCAB, max_length=13, first=one, last=one, **one)
@@ -91,7 +91,7 @@ def test_a_batch_without_rows(kind):
 
 
 def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
-  model = make("whitespace", num_capacities=1)
+  model = make("whitespace", num_buckets=1)
   variables, apply = {"params": draw_params(model)}, jax.jit(model.apply)
   own = apply(variables, TOKENS)
   np.testing.assert_array_equal(own.boundaries, TOKENS == SPACE)
@@ -162,7 +162,7 @@ def test_refusals(kind, options, message):
 
 
 def test_only_the_middle_is_compiled_for_each_capacity():
-  model = make("whitespace", "relative_attention", num_capacities=4)
+  model = make("whitespace", "relative_attention", num_buckets=4)
   params = draw_params(model)
   jaxpr = str(jax.make_jaxpr(lambda p: model.apply({"params": p}, TOKENS).logits)(params))
   for size in ops.capacities(LENGTH + 1, 4):

@@ -157,7 +157,7 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_is_embedding_then_blocks_then_logits_and_causal(norm):
-  model = make(norm=norm, positions="learned")
+  model = make(norm_position=norm, positions="learned")
   params = draw_params(model)
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
   x_btd = layer.apply({"params": params["embedding"]}, TOKENS)
@@ -181,13 +181,13 @@ def test_is_embedding_then_blocks_then_logits_and_causal(norm):
 
 
 HEADS, BASE = 3, 30.0
-MODERN = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+MODERN = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
 
 
 def make_modern(mixer="attention", **changes):
   if mixer == "attention":
     mixer = config_lib.mixer("attention", num_heads=HEADS, use_bias=False, rotary_base=BASE)
-  settings = dict(width=12, num_layers=2, norm="pre", positions="none") | MODERN
+  settings = dict(width=12, num_layers=2, norm_position="pre", positions="none") | MODERN
   model = make(mixer, **settings | changes)
   return model, helpers.draw_params(model, 8, 1 / 3)
 
@@ -213,7 +213,12 @@ def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
 
 @pytest.mark.parametrize(
   "settings",
-  [{}, dict(use_bias=False), dict(tie_embeddings=True), dict(norm="pre", boundaries="fixed")],
+  [
+    {},
+    dict(use_bias=False),
+    dict(tie_embeddings=True),
+    dict(norm_position="pre", boundaries="fixed"),
+  ],
   ids=str,
 )
 def test_the_output_layer_makes_the_logits(settings):

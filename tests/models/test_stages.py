@@ -16,10 +16,10 @@ from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, INNER = 3, 23, 11, 6, 10
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
-SMALL = dict(num_capacities=2)
+SMALL = dict(num_buckets=2)
 KINDS = {
   "routing": (dict(name="routing", **SMALL), dict(name="routing", factor=2.0, **SMALL)),
-  "gumbel": (dict(name="fixed"), dict(name="gumbel", num_capacities=3)),
+  "gumbel": (dict(name="fixed"), dict(name="gumbel", num_buckets=3)),
   "fixed": (dict(name="gumbel", **SMALL), dict(name="fixed", shortening_factor=3)),
 }
 every_kind = pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_parameters_are_read_without_the_moments_and_onto_any_devices(tmp_path):
   with Checkpoints(tmp_path, keep=2) as saved:
     opt_state = optax.adam(0.1).init(params)
     saved.save(make_state(5).replace(params=params, opt_state=opt_state), {})
-  places = sharding.state_sharding(params, sharding.make_mesh(), "sharded")
+  places = sharding.state_sharding(params, sharding.make_mesh(), "fsdp")
   target = jax.tree.map(
     lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, places
   )

@@ -53,7 +53,7 @@ def fit(
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
-  spec = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5), accumulate_steps=3)
+  spec = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5), grad_accum_steps=3)
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
     fit(tmp_path, spec=spec)
 
@@ -80,7 +80,7 @@ def from_spaces(batch):
 def test_nothing_moves_unasked(mixer, boundaries, settings, tmp_path):
   known = dpjax.config.registry
   mixer = helpers.component(known.mixers, mixer, num_heads=1, **settings)
-  boundaries = helpers.component(known.boundaries, boundaries, num_capacities=2, space_ids=(SPACE,))
+  boundaries = helpers.component(known.boundaries, boundaries, num_buckets=2, space_ids=(SPACE,))
   config = helpers.model_settings(mixer, boundaries, vocab_size=VOCAB, max_length=11, dropout=0.1)
   capacity = from_spaces if boundaries.name == "whitespace" else lambda batch: None
   objective = losses.Objective(build_boundaries(config))
