@@ -43,7 +43,7 @@ def test_the_name_of_a_component_is_its_section():
   assert config.model.mixer == config_lib.mixer("me")
   train = {**expected.train.to_dict(), "optimizer": "adamw"}
   plain = ml_collections.ConfigDict({**expected.to_dict(), "train": train})
-  with pytest.raises(dpjax.UserError, match=r"^train.optimizer: .*dpjax.config.optimizer\('adam"):
+  with pytest.raises(dpjax.UserError, match="^train.optimizer: .*section.*, got 'adamw'"):
     config_lib.check(plain)
 
 
@@ -112,7 +112,7 @@ REFUSED = [
   ("model.layers", 3, "expected a known setting, .* nearest known is model.num_layers"),
   ("seeds", 3, "expected a known setting, .* the nearest known is seed"),
   ("model", 3, "expected a section of settings, got 3"),
-  ("model.middle", "fixed", r"expected a section .*, by dpjax.config.middle\('fixed'\), got"),
+  ("model.middle", "fixed", "expected a section of settings, got 'fixed'"),
   ("model.mixer", None, "expected a section of settings, got None"),
   ("model.mixer.num_level", 3, "expected a setting of dispatcher, .* nearest known is"),
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
