@@ -117,6 +117,7 @@ REFUSED = [
   ("model.mixer.num_level", 3, "expected a setting of dispatcher, .* nearest known is"),
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
   ("model.mixer.num_levels", 2.0, "expected a value of type int or None, got 2.0"),
+  ("train.products", "bfloat16", "expected a known setting, .* is train.matmul_dtype"),
   # Names.
   ("model.mixer", {"name": "dispacher"}, "expected .* got dispacher; did you mean dispatcher?"),
   ("train.schedule", {"name": "lineal"}, "expected one of constant, .* did you mean linear?"),

@@ -51,17 +51,17 @@ class Parser(argparse.ArgumentParser):
     self.has_config = has_config
     if has_config:
       self.add_argument("--config", metavar="NAME", help=_CONFIG)
-    group = self.add_argument_group("of all commands that train or load a model")
-    group.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
-    group.add_argument("--flagfile", metavar="FILE", help="a file with more flags, one a line")
-    group.add_argument("--compilation_cache", metavar="FOLDER", help=_CACHE)
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num_processes", type=positive, help="number of processes")
-    group.add_argument("--process_id", type=natural, help="number of this process, from 0")
+    add = self.add_argument_group("of all commands that train or load a model").add_argument
+    add("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
+    add("--flagfile", metavar="FILE", help="a file with more flags, one a line")
+    add("--compilation_cache", metavar="FOLDER", help=_CACHE)
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    add("--num_processes", type=int, metavar="N", help="number of processes")
+    add("--process_id", type=int, metavar="N", help="number of this process, from 0")
     about = "processes that find each other (Slurm, TPU pods)"
-    group.add_argument("--distributed", action="store_true", help=about)
+    add("--distributed", action="store_true", help=about)
     about = "seconds to wait for the other processes (default: 300)"
-    group.add_argument("--join_seconds", type=positive, default=300, metavar="N", help=about)
+    add("--join_seconds", type=int, default=300, metavar="N", help=about)
 
   def error(self, message: str) -> Any:
     """Raises a `UserError` in place of printing the usage."""
@@ -92,13 +92,6 @@ class Parser(argparse.ArgumentParser):
 def path(text: str) -> str:
   """A path, whose ~ a shell leaves as it is in --name=~/file."""
   return os.path.expanduser(text)
-
-
-def positive(text: str) -> int:
-  """An integer of at least 1."""
-  if (number := int(text)) < 1:
-    raise ValueError
-  return number
 
 
 def natural(text: str) -> int:
@@ -185,7 +178,7 @@ def _join_processes(options: argparse.Namespace) -> None:
   if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
     raise UserError(f"--coordinator: expected host:port, got {options.coordinator}")
   is_complete, number = len(values) == 3, options.num_processes
-  if is_complete and options.process_id >= number:
+  if is_complete and not 0 <= options.process_id < number:
     expected = f"expected 0 to {number - 1} of --num_processes={number}"
     raise UserError(f"--process_id: {expected}, got {options.process_id}")
   import jax

@@ -5,7 +5,7 @@ steps or epochs.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -181,6 +181,15 @@ _PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.in
   model.boundaries.file model.boundaries.run""".split()
 # The length of a run may change on resume where the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
+# New names that are not the nearest of the old ones.
+_RENAMED = {
+  "train.products": "train.matmul_dtype",
+  "train.parameters": "train.param_sharding",
+  "train.batches": "train.sampling",
+  "train.keep_checkpoints": "train.max_to_keep",
+  "model.norm": "model.norm_position",
+  "model.norm_kind": "model.norm_type",
+}
 _FREE_NAMES = ("implementation", "num_buckets")  # of components
 _REGISTRIES = {"mixer": registry.mixers, "boundaries": registry.boundaries}
 _REGISTRIES |= {"optimizer": registry.optimizers, "schedule": registry.schedules}
@@ -306,7 +315,7 @@ def fill(
   for name in _section(values, prefix[:-1]):
     if name not in schema:
       settings = walk(fill({}, schema, prefix), schema, prefix)
-      raise unknown_setting(f"{prefix}{name}", [key for key, *_ in settings])
+      raise unknown(f"{prefix}{name}", [key for key, *_ in settings])
   if is_complete and (missing := [f"{prefix}{name}" for name in schema if name not in values]):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
   config = Section()
@@ -323,6 +332,11 @@ def fill(
       inner = node.schema if isinstance(node, Middle) else node
       config[name] = fill(value, inner, f"{key}.", is_complete=is_complete)
   return config
+
+
+def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
+  """The error for an unknown setting, which names the nearest or its new name."""
+  return unknown_setting(key, [_RENAMED[key]] if key in _RENAMED else names, owner)
 
 
 def component(components: Registry, value: Any, key: str, is_complete: bool = False) -> Any:
