@@ -69,14 +69,14 @@ _MODEL: dict[str, Any] = {
   "feed_forward_width": S(512, "features within each feed-forward network", 1),
   "max_length": S(512, "the window: the most tokens at once; of Extractors also the taps l", 1),
   "norm_position": choice("post pre", "norms after or before each branch"),
-  "norm_type": choice("layer_norm rms_norm", "rms_norm has neither mean nor bias"),
+  "norm_type": choice("layer_norm rms_norm", "with or without mean and bias"),
   "norm_epsilon": S(1e-5, "added to the variance, or to the mean square", above=0),
   "use_bias": S(True, "of norms, feed-forward networks and logits; a mixer has its own"),
-  "positions": choice(
-    "sinusoidal learned none", "none also drops the scale sqrt(D) of the embeddings"
-  ),
+  "positions": choice("sinusoidal learned none", "of tokens; none also drops the scale sqrt(D)"),
   "tie_embeddings": S(False, "logits by the token table: no matrix of their own"),
-  "activation": choice("relu gelu swiglu", "gelu is by erf, swiglu has a third matrix"),
+  "activation": choice(
+    "relu gelu swiglu", "of feed-forward layers: gelu by erf, swiglu with a third matrix"
+  ),
   "dropout": S(0.0, "rate, of embeddings and of each branch", 0, below=1),
   "hidden_dropout": S(0.0, "rate, within the feed-forward networks", 0, below=1),
   "init_std": S(0.0, "weights ~ N(0, init_std**2), and biases 0; 0: PyTorch's defaults", 0),
@@ -136,7 +136,7 @@ _TRAIN = {
   "schedule": Component(registry.schedules, "constant", "of the learning rate"),
   "grad_clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
   "weight_decay_mask": choice(
-    "all matrices", "matrices: no weight decay of norms, biases and tables"
+    "all matrices", "what decays; matrices: neither norms, biases nor tables"
   ),
   "ema_decay": S(0.0, "of averaged parameters that are scored and kept; 0: none", 0, below=1),
   "log_every_steps": FREE(20, "updates between reports of the loss", 1),
@@ -165,7 +165,9 @@ _SAMPLE = {
   "temperature": FREE(1.0, "divides the logits; 0: the most likely token", 0),
   "top_k": FREE(0, "draw from the k most likely tokens; 0: from all", 0),
   "top_p": FREE(1.0, "draw from the most likely tokens of this probability", above=0, maximum=1),
-  "overflow": choice("slide continue error", "what follows the end of the window", True),
+  "overflow": choice(
+    "slide continue error", "past the window: move it, continue where mixers can, or refuse", True
+  ),
 }
 SCHEMA: dict[str, Any] = {
   "seed": S(0, "of parameters, batches and dropout", 0, below=2**32),
