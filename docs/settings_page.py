@@ -76,6 +76,10 @@ def row(name: str, setting: Setting, text: str) -> str:
   if re.match(r"\w\w|a ", text):
     text = text[0].upper() + text[1:]
   text = text.rstrip(".").replace("``", "`") + "." if text else ""
+  limits = ("at least", setting.minimum), ("above", setting.above)
+  limits += ("at most", setting.maximum), ("below", setting.below)
+  if ranges := ", ".join(f"{words} {limit}" for words, limit in limits if limit is not None):
+    text += f" {ranges.capitalize()}."
   if setting.choices:
     text += f" One of {', '.join(f'`{x}`' for x in setting.choices)}."
   default = None if setting.default is inspect.Parameter.empty else setting.default

@@ -43,7 +43,7 @@ def test_the_name_of_a_component_is_its_section():
   assert config.model.mixer == config_lib.mixer("me")
   train = {**expected.train.to_dict(), "optimizer": "adamw"}
   plain = ml_collections.ConfigDict({**expected.to_dict(), "train": train})
-  with pytest.raises(dpjax.UserError, match=r"^train.optimizer: .*dpjax.config.optimizer\('adam"):
+  with pytest.raises(dpjax.UserError, match="^train.optimizer: .*section.*, got 'adamw'"):
     config_lib.check(plain)
 
 
@@ -112,20 +112,16 @@ REFUSED = [
   ("model.layers", 3, "expected a known setting, .* nearest known is model.num_layers"),
   ("seeds", 3, "expected a known setting, .* the nearest known is seed"),
   ("model", 3, "expected a section of settings, got 3"),
-  ("model.middle", "fixed", r"expected a section .*, by dpjax.config.middle\('fixed'\), got"),
+  ("model.middle", "fixed", "expected a section of settings, got 'fixed'"),
   ("model.mixer", None, "expected a section of settings, got None"),
   ("model.mixer.num_level", 3, "expected a setting of dispatcher, .* nearest known is"),
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
   ("model.mixer.num_levels", 2.0, "expected a value of type int or None, got 2.0"),
+  ("train.products", "bfloat16", "expected a known setting, .* is train.matmul_dtype"),
   # Names.
   ("model.mixer", {"name": "dispacher"}, "expected .* got dispacher; did you mean dispatcher?"),
   ("train.schedule", {"name": "lineal"}, "expected one of constant, .* did you mean linear?"),
-  ("model.mixer.rotary_base", 1e4, "expected a setting of dispatcher, got an unknown one"),
-  (
-    "train.weight_decay_mask",
-    "matrices",
-    "expected all with train.optimizer = adam, .* no mask, got",
-  ),
+  ("train.weight_decay_mask", "matrices", "expected all with train.optimizer = adam, .* got"),
   ("model.mixer.implementation", "loob", "expected one of None, .* did you mean loop?"),
   # Numbers.
   ("model.mixer.num_heads", 3, "expected a divisor of model.width = 512, got 3"),
@@ -138,8 +134,6 @@ REFUSED = [
   ("train.window", 513, "expected at most model.max_length = 512, got 513"),
   ("train.num_epochs", 1e38, r"expected fewer than 2\*\*31 steps, got 1e\+38"),
   ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
-  ("train.optimizer.b1", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-  ("eval.window", 513, "expected at most model.max_length = 512, got 513"),
   ("eval.stride", 513, "expected at most the window 512, got 513"),
   ("data.mixture", "a=1", "expected '' unless train.sampling = random_windows, got a=1"),
   # Of a component by its name.
@@ -147,14 +141,9 @@ REFUSED = [
   ("train.schedule=constant min_ratio", 0.1, "expected a setting of constant, got an unkn"),
   ("train.schedule=warmup_stable_decay decay_fraction", 0.0, r"expected .* \(0, 1\], got 0"),
   ("model.mixer=attention rotary_base", 1.0, "expected None or a number above 1, got 1.0"),
-  ("model.mixer=attention rotary_base", "yes", "expected a value of type float or None"),
-  ("model.mixer=relative_attention rotary_base", 1e4, "expected a setting of relative_att"),
   ("train.optimizer=adamw weight_decay", -0.1, "expected at least 0, got -0.1"),
   ("train.optimizer=sgd momentum", 1.0, r"expected a number in \[0, 1\), got 1.0"),
-  ("model.mixer=she num_heads", 2, "expected a setting of she, got an unknown one"),
   ("model.mixer=we implementation", "ftt", "expected one of None, .* did you mean fft?"),
-  ("model.boundaries=none pooling", "last", "expected a setting of none, got an unknown"),
-  ("model.boundaries=fixed space_ids", (3,), "expected a setting of fixed, got an unknown"),
   ("model.boundaries=fixed ofset", 1, ".* the nearest known is model.boundaries.offset"),
   ("model.boundaries=fixed pooling", "first", r"expected one of \['mean', 'last'\], got 'first'"),
   ("model.boundaries=fixed offset", 2, "expected at most 1, got 2"),
@@ -164,7 +153,6 @@ REFUSED = [
   ("model.boundaries=entropy left", 0, "expected at least 1, got 0"),
   ("model.boundaries=whitespace space_ids", (True,), r"expected token ids, got \(True,\)"),
   ("model.boundaries=whitespace space_ids", (3, -1), r"expected token ids, got \(3, -1\)"),
-  ("model.boundaries=whitespace space_ids", 3, "expected a value of type tuple, got 3"),
 ]
 # Without token pooling there are no blocks around it.
 REFUSED += [
@@ -242,28 +230,20 @@ def test_a_model_is_checked_by_itself():
     config_lib.check_model({**config_lib.default_model(), "depth": 7})
 
 
-SAMPLING = {
-  "at least 1": [("length", 0)],
-  "at least 0": [("temperature", -0.1), ("top_k", -1)],
-  "a number of float32 that is finite": [("temperature", x) for x in (math.nan, math.inf)],
-  "a value of type float": [("temperature", "warm"), ("top_p", True)],
-  "above 0": [("top_p", 0.0)],
-  "at most 1": [("top_p", 1.01)],
-  "one of slide, continue, error": [("overflow", "stop")],
-}
-
-
 @pytest.mark.parametrize(
-  ("expected", "name", "value"),
-  [(expected, *case) for expected, cases in SAMPLING.items() for case in cases],
+  ("name", "value", "expected"),
+  [
+    ("length", 0, "at least 1"),
+    ("temperature", "warm", "a value of type float"),
+    ("top_p", True, "a value of type float"),
+    ("overflow", "stop", "one of slide, continue, error"),
+  ],
 )
-def test_sampling_is_checked(expected, name, value):
-  sample = dict(length=1, temperature=0.0, top_k=0, top_p=1.0, overflow="slide")
-  config_lib.check_sampling(sample)
-  message = f"{name}: expected {expected}.*, got '?{value}"
+def test_sampling_is_checked_with_names_of_its_own(name, value, expected):
+  config_lib.check_sampling(dict(length=1, temperature=0, top_p=1.0))
   for prefix in ("", "sample."):
-    with pytest.raises(ValueError, match=f"^{prefix}{message}"):
-      config_lib.check_sampling({**sample, name: value}, prefix)
+    with pytest.raises(ValueError, match=f"^{prefix}{name}: expected {expected}.*, got '?{value}"):
+      config_lib.check_sampling({name: value}, prefix)
 
 
 def test_durations_have_one_unit():
@@ -314,13 +294,7 @@ def test_settings_that_cannot_be_read_are_refused(settings, message):
 
 def test_only_what_changes_no_trained_number_may_differ():
   config = config_lib.default()
-  run = {"num_steps": 7, "num_epochs": 0.0, "log_every_steps": 3, "checkpoint_every_steps": 9}
-  run |= {"max_to_keep": 5, "param_sharding": "fsdp", "grad_accum_steps": 4}
-  run |= {"patience": 3}
-  others = {"model.remat": True, "model.mixer.implementation": "loop", "eval.stride": 17}
-  others |= {"sample.prompt": "A", "sample.top_k": 3, "eval.max_tokens": 999}
-  free = changed({**{f"train.{key}": value for key, value in run.items()}, **others})
-  assert config_lib.differences(config, free) == []
+  assert config_lib.differences(config, changed({"model.mixer.implementation": "loop"})) == []
   other = changed({"seed": 5, "model.width": 7, "train.grad_clip_norm": 0.25, "data.path": "a.txt"})
   assert config_lib.differences(config, other) == [
     "data.path: '' there, 'a.txt' here",

@@ -22,16 +22,12 @@ SETTINGS = helpers.cases(r"""
   # Unknown ones and other types.
   model.widht=3 | expected a known setting, .* nearest known is model.width
   model.width=a | --config.model.width: .* type int, got a$
-  train.learning_rate=fast | learning_rate
-  data.split_fractions=(1,2.5,3) | expected
   # Components.
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.first.mixer=he | expected
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
-  model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
   # What only the data, or the run as a whole, can tell.
   train.sampling=random | did you mean random_windows
-  train.matmul_dtype=float16 | expected one of float32, bfloat16, got float16
   data.path= data.name=texte8 | did you mean text8
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens

@@ -161,10 +161,7 @@ def test_an_unknown_name_lists_the_known_and_says_how_to_add_one(mixers):
 WRONG = [
   (dict(rates=0.5), "rates: .* setting of decay, .* nearest known is mixer.rate"),
   *((dict(rate=x), f"rate: .* of type float, got {x!r}") for x in ("fast", True, None)),
-  (dict(rate=float("inf")), "rate: expected a number of float32 that is finite"),
   (dict(num_steps=1.5), "num_steps: expected a value of type int or None, got 1.5"),
-  (dict(num_steps=2**31), r"num_steps: expected an integer below 2\*\*31"),
-  (dict(kinds="a"), "kinds: expected a value of type tuple, got 'a'"),
   (dict(max_length=3), "max_length: expected a setting of decay"),
   (dict(parent=None), "parent: expected a setting of decay"),
 ]

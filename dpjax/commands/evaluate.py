@@ -21,23 +21,19 @@ from dpjax.errors import UserError
 
 def main() -> None:
   """Scores what the command line describes."""
-  parser = command_line.Parser("evaluate", __doc__, has_config=True)
-  path = command_line.path
-  parser.add_argument("--workdir", type=path, help="the run's folder")
-  parser.add_argument("--split", choices=("train", "valid", "test"), help="default: test")
+  parser, path = command_line.Parser("evaluate", __doc__, has_config=True), command_line.path
+  add = parser.add_argument
+  add("--workdir", type=path, help="the run's folder")
+  add("--split", choices=("train", "valid", "test"), help="default: test")
   about = "a file with a text to score instead, plain or compressed; may be repeated"
-  parser.add_argument("--text", type=path, action="append", default=[], help=about)
-  about = "checkpoint to score; default: the best by validation"
-  parser.add_argument("--step", type=int, help=about)
-  about = "tokens the model sees at once; 0: eval.window"
-  parser.add_argument("--window", type=int, default=0, help=about)
-  about = "tokens each window scores; 0: eval.stride"
-  parser.add_argument("--stride", type=int, default=0, help=about)
+  add("--text", type=path, action="append", default=[], help=about)
+  add("--step", type=int, help="checkpoint to score; default: the best by validation")
+  add("--window", type=int, default=0, help="tokens the model sees at once; 0: eval.window")
+  add("--stride", type=int, default=0, help="tokens each window scores; 0: eval.stride")
   about = "isolated: score each document by itself; default: data.documents"
-  parser.add_argument("--documents", choices=("joined", "isolated"), default="", help=about)
-  parser.add_argument("--torch_checkpoint", type=path, help="a file of the authors' code")
-  about = "a folder for the scores as JSON; default: the run's, and none for an exported model"
-  parser.add_argument("--out", type=path, help=about)
+  add("--documents", choices=("joined", "isolated"), default="", help=about)
+  add("--torch_checkpoint", type=path, help="a file of the authors' code")
+  add("--out", type=path, help="a folder for the scores; default: the run's, unless it is exported")
   command_line.start(parser, _evaluate)
 
 

@@ -51,17 +51,17 @@ class Parser(argparse.ArgumentParser):
     self.has_config = has_config
     if has_config:
       self.add_argument("--config", metavar="NAME", help=_CONFIG)
-    group = self.add_argument_group("of all commands that train or load a model")
-    group.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
-    group.add_argument("--flagfile", metavar="FILE", help="a file with more flags, one a line")
-    group.add_argument("--compilation_cache", metavar="FOLDER", help=_CACHE)
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument("--num_processes", type=positive, help="number of processes")
-    group.add_argument("--process_id", type=natural, help="number of this process, from 0")
+    add = self.add_argument_group("of all commands that train or load a model").add_argument
+    add("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
+    add("--flagfile", metavar="FILE", help="a file with more flags, one a line")
+    add("--compilation_cache", metavar="FOLDER", help=_CACHE)
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    add("--num_processes", type=int, metavar="N", help="number of processes")
+    add("--process_id", type=int, metavar="N", help="number of this process, from 0")
     about = "processes that find each other (Slurm, TPU pods)"
-    group.add_argument("--distributed", action="store_true", help=about)
+    add("--distributed", action="store_true", help=about)
     about = "seconds to wait for the other processes (default: 300)"
-    group.add_argument("--join_seconds", type=positive, default=300, metavar="N", help=about)
+    add("--join_seconds", type=int, default=300, metavar="N", help=about)
 
   def error(self, message: str) -> Any:
     """Raises a `UserError` in place of printing the usage."""
@@ -92,13 +92,6 @@ class Parser(argparse.ArgumentParser):
 def path(text: str) -> str:
   """A path, whose ~ a shell leaves as it is in --name=~/file."""
   return os.path.expanduser(text)
-
-
-def positive(text: str) -> int:
-  """An integer of at least 1."""
-  if (number := int(text)) < 1:
-    raise ValueError
-  return number
 
 
 def natural(text: str) -> int:
@@ -172,47 +165,42 @@ def check_platform() -> None:
 
 def _join_processes(options: argparse.Namespace) -> None:
   names = ("coordinator", "num_processes", "process_id")
-  values: dict[str, Any] = {
-    x: getattr(options, x) for x in names if getattr(options, x) is not None
-  }
-  if len(values) < 3 and not options.distributed:
-    if not values:
+  values: list[Any] = [getattr(options, name) for name in names]
+  address, number, index = values
+  if None in values and not options.distributed:
+    if values == [None] * 3:
       return
-    missing = ", no ".join(name for name in names if name not in values)
+    missing = ", no ".join(x for x, value in zip(names, values, strict=True) if value is None)
     expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
     raise UserError(f"{expected}, got no {missing}")
-  host, _, port = values.get("coordinator", "host:1").rpartition(":")
-  if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
-    raise UserError(f"--coordinator: expected host:port, got {options.coordinator}")
-  is_complete, number = len(values) == 3, options.num_processes
-  if is_complete and options.process_id >= number:
+  if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+    raise UserError(f"--coordinator: expected host:port, got {address}")
+  if None not in values and not 0 <= index < number:
     expected = f"expected 0 to {number - 1} of --num_processes={number}"
-    raise UserError(f"--process_id: {expected}, got {options.process_id}")
+    raise UserError(f"--process_id: {expected}, got {index}")
   import jax
 
-  flags = " ".join(f"--{name}={value}" for name, value in values.items()) or "--distributed"
+  flags = [f"--{x}={value}" for x, value in zip(names, values, strict=True) if value is not None]
+  subject, seconds = " ".join(flags) or "--distributed", options.join_seconds
 
   def give_up() -> None:
-    expected = f"all processes to meet within {options.join_seconds} s (--join_seconds)"
-    print(f"{flags}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
+    expected = f"all processes to meet within {seconds} s (--join_seconds)"
+    print(f"{subject}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
     os._exit(1)  # What waits in C++ hears of nothing else.
 
-  timer = threading.Timer(options.join_seconds, give_up)
+  timer = threading.Timer(seconds, give_up)
   timer.daemon = True
   timer.start()
   try:
-    if (
-      is_complete and options.process_id == 0
-    ):  # Where JAX cannot listen, it may crash (signal 11).
-      socket.create_server(("", int(port))).close()
+    if None not in values and index == 0:  # Where JAX cannot listen, it may crash (signal 11).
+      socket.create_server(("", int(address.rpartition(":")[2]))).close()
     # At its own limit, JAX aborts the process (signal 6).
-    timeout = options.join_seconds + 60
-    jax.distributed.initialize(*map(values.get, names), initialization_timeout=timeout)
-  except (KeyError, OSError, RuntimeError, ValueError) as error:
+    jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
+  except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
-    if not is_complete:
+    if None in values:
       expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
-    raise UserError(f"{flags}: expected {expected}, got: {error}") from error
+    raise UserError(f"{subject}: expected {expected}, got: {error}") from error
   finally:
     timer.cancel()
   check_platform()

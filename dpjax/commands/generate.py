@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from typing import Any
 
 from dpjax import files
 from dpjax.commands import flags as command_line
@@ -22,22 +21,20 @@ _MAX_SAMPLES = 4096  # All are rows of one batch.
 def main() -> None:
   """Generates what the command line describes."""
   parser = command_line.Parser("generate", __doc__)
-  parser.add_argument("--workdir", type=command_line.path, required=True, help="the run's folder")
-  about = "checkpoint to use; default: the best by validation"
-  parser.add_argument("--step", type=int, help=about)
-  parser.add_argument("--prompt", help="the text to continue")
+  add = parser.add_argument
+  add("--workdir", type=command_line.path, required=True, help="the run's folder")
+  add("--step", type=int, help="checkpoint to use; default: the best by validation")
+  add("--prompt", help="the text to continue")
   about = "a file with it, - being the standard input; its last line end is not part of the prompt"
-  parser.add_argument("--prompt_file", type=command_line.path, help=about)
+  add("--prompt_file", type=command_line.path, help=about)
   for name, setting in schema.SCHEMA["sample"].items():
     if name != "prompt":
-      options: dict[str, Any] = dict(type=setting.value_type, help=setting.meaning)
-      parser.add_argument(f"--{name}", metavar=name.upper(), **options)
-  parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
-  parser.add_argument("--num_samples", type=int, default=1, help="number of continuations")
+      add(f"--{name}", type=setting.value_type, help=setting.meaning)
+  add("--seed", type=int, default=0, help="seed of the samples")
+  add("--num_samples", type=int, default=1, help="number of continuations")
   about = "text of a token that ends a sample; may be repeated"
-  parser.add_argument("--stop", action="append", default=[], help=about)
-  about = "print one JSON object at the end, no text"
-  parser.add_argument("--json", action="store_true", help=about)
+  add("--stop", action="append", default=[], help=about)
+  add("--json", action="store_true", help="print one JSON object at the end, no text")
   command_line.start(parser, _generate)
 
 

@@ -14,13 +14,11 @@ from dpjax.errors import UserError
 def main() -> None:
   """Trains what the command line describes."""
   parser = command_line.Parser("train", __doc__, has_config=True)
-  parser.add_argument("--workdir", type=command_line.path, required=True, help="the run's folder")
-  about = "make the tokens that the run needs, and stop"
-  parser.add_argument("--tokenize_only", action="store_true", help=about)
-  about = "make the tokens, print parameters, updates and memory, and stop"
-  parser.add_argument("--dry_run", action="store_true", help=about)
-  about = "updates to trace into the run's folder: 10:13 is three of them"
-  parser.add_argument("--profile", metavar="START:STOP", help=about)
+  add = parser.add_argument
+  add("--workdir", type=command_line.path, required=True, help="the run's folder")
+  add("--tokenize_only", action="store_true", help="make the tokens of the run, and stop")
+  add("--dry_run", action="store_true", help="also print parameters, updates and memory")
+  add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, as 10:13")
   command_line.start(parser, _train)
 
 

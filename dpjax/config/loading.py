@@ -18,7 +18,7 @@ from dpjax import files
 from dpjax.config import registry, schema
 from dpjax.config.registry import ConfigDict
 from dpjax.config.rules import check
-from dpjax.errors import UserError, unknown_setting
+from dpjax.errors import UserError
 
 CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
 
@@ -174,9 +174,7 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     if setting is None:
       is_component = re.sub(r"\.\d+$", "", section) in names and f"{section}.name" in settings
       owner = schema.get(config, section)["name"] if is_component else ""
-      raise unknown_setting(
-        key, [x for x in settings if x.startswith(section * bool(owner))], owner
-      )
+      raise schema.unknown(key, [x for x in settings if x.startswith(section * bool(owner))], owner)
     if setting.value_type is bool:
       text = "False" if negation else "True" if text is None else text
     elif text is None:

@@ -31,12 +31,12 @@ def check(config: Any) -> None:
   window, stride = config.eval.window or max_length, config.eval.stride
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
   _check_data(data)
-  is_valid = train.sampling == "random_windows" or not data.mixture
-  expected = "'' unless train.sampling = random_windows"
-  _expect(is_valid, "data.mixture", expected, data.mixture)
-  is_valid = data.documents == "joined" or not config.eval.max_tokens
-  expected = "0 with data.documents = isolated"
-  _expect(is_valid, "eval.max_tokens", expected, config.eval.max_tokens)
+  if train.sampling != "random_windows":
+    expected = "'' unless train.sampling = random_windows"
+    _expect(not data.mixture, "data.mixture", expected, data.mixture)
+  if data.documents == "isolated":
+    max_tokens = config.eval.max_tokens
+    _expect(not max_tokens, "eval.max_tokens", "0 with data.documents = isolated", max_tokens)
 
 
 def check_model(model: Mapping) -> None:

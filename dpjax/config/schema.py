@@ -5,7 +5,7 @@ steps or epochs.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -33,10 +33,18 @@ class Middle(NamedTuple):
 
   schema: Mapping[str, Any]
   meaning: str
+  default: None = None
 
 
 S, FREE = Setting, partial(Setting, is_free=True)
-_FLOATS = ("float32", "bfloat16")
+
+
+def choice(names: str, meaning: str, is_free: bool = False) -> Setting:
+  """A setting with a few values, the first by default."""
+  choices = tuple(names.split())
+  return Setting(choices[0], meaning, choices=choices, is_free=is_free)
+
+
 _STACK = {
   "num_layers": S(2, "blocks on tokens, before or after the pooling; with boundaries", 1),
   "mixer": Component(registry.mixers, None, "a mixer of their own; None: model.mixer"),
@@ -60,22 +68,14 @@ _MODEL: dict[str, Any] = {
   "width": S(512, "D, the features of a token's vector", 1),
   "feed_forward_width": S(512, "features within each feed-forward network", 1),
   "max_length": S(512, "the window: the most tokens at once; of Extractors also the taps l", 1),
-  "norm_position": S("post", "norms after or before each branch", choices=("post", "pre")),
-  "norm_type": S(
-    "layer_norm", "rms_norm has neither mean nor bias", choices=("layer_norm", "rms_norm")
-  ),
+  "norm_position": choice("post pre", "norms after or before each branch"),
+  "norm_type": choice("layer_norm rms_norm", "with or without mean and bias"),
   "norm_epsilon": S(1e-5, "added to the variance, or to the mean square", above=0),
   "use_bias": S(True, "of norms, feed-forward networks and logits; a mixer has its own"),
-  "positions": S(
-    "sinusoidal",
-    "without positions, the scale sqrt(D) goes, too: for mixers that know positions",
-    choices=("sinusoidal", "learned", "none"),
-  ),
+  "positions": choice("sinusoidal learned none", "of tokens; none also drops the scale sqrt(D)"),
   "tie_embeddings": S(False, "logits by the token table: no matrix of their own"),
-  "activation": S(
-    "relu",
-    "of feed-forward networks: gelu by erf, swiglu with a third matrix",
-    choices=("relu", "gelu", "swiglu"),
+  "activation": choice(
+    "relu gelu swiglu", "of feed-forward layers: gelu by erf, swiglu with a third matrix"
   ),
   "dropout": S(0.0, "rate, of embeddings and of each branch", 0, below=1),
   "hidden_dropout": S(0.0, "rate, within the feed-forward networks", 0, below=1),
@@ -83,7 +83,7 @@ _MODEL: dict[str, Any] = {
   "norm_init_std": S(0.0, "gains of the norms ~ N(1, norm_init_std**2)", 0),
   "scan_layers": FREE(True, "compile one layer and loop, or compile each"),
   "remat": FREE(False, "recompute each layer in the gradient: less memory"),
-  "dtype": S("float32", "of the computation; parameters are float32", choices=_FLOATS),
+  "dtype": choice("float32 bfloat16", "of the computation; parameters are float32"),
   **_POOLING,
 }
 _DATA = {
@@ -100,17 +100,12 @@ _DATA = {
     "a text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, of "
     "documents, or of tokens that were made elsewhere; wins over data.name",
   ),
-  "documents": S(
-    "joined",
-    "one stream of all; or no document sees another, in training or evaluation",
-    choices=("joined", "isolated"),
-  ),
+  "documents": choice("joined isolated", "one stream of all, or no document sees another"),
   "text_field": S("text", "the text in a .jsonl or .parquet, with a document a line or row"),
   "separator": S("", "the line between two documents of a .txt"),
   "split_fractions": S((0.9, 0.05, 0.05), "of a single file: train, valid, test"),
   "tokenizer": S(
-    "characters",
-    "one of characters, bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram",
+    "characters", "or bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram"
   ),
   "tokenizer_file": S(
     "",
@@ -123,10 +118,9 @@ _DATA = {
   "restrict_vocabulary": S(False, "only the train split's pieces; with wordpiece"),
 }
 _TRAIN = {
-  "sampling": S(
-    "sequential",
-    "windows in order; at any offset, drawn; or of rows that are rolled and shuffled each epoch",
-    choices=("sequential", "random_windows", "shuffled_windows"),
+  "sampling": choice(
+    "sequential random_windows shuffled_windows",
+    "windows in order; at random offsets; or of rows that are rolled and shuffled each epoch",
   ),
   "batch_size": S(20, "rows of all devices together", 1),
   "window": S(0, "tokens a row; 0: model.max_length", 0),
@@ -138,10 +132,8 @@ _TRAIN = {
   "learning_rate": S(1e-4, "the peak of the schedule", 0),
   "schedule": Component(registry.schedules, "constant", "of the learning rate"),
   "grad_clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
-  "weight_decay_mask": S(
-    "all",
-    "what decays with a weight_decay: matrices leaves out norms, biases and tables",
-    choices=("all", "matrices"),
+  "weight_decay_mask": choice(
+    "all matrices", "what decays; matrices: neither norms, biases nor tables"
   ),
   "ema_decay": S(0.0, "of averaged parameters that are scored and kept; 0: none", 0, below=1),
   "log_every_steps": FREE(20, "updates between reports of the loss", 1),
@@ -150,28 +142,18 @@ _TRAIN = {
   "patience": FREE(0, "evaluations without a new best that end the run; 0: never", 0),
   "checkpoint_every_steps": FREE(500, "updates between checkpoints", 1),
   "max_to_keep": FREE(2, "the number of last ones; the best is kept beside them", 1),
-  "matmul_dtype": S(
-    "float32",
+  "matmul_dtype": choice(
+    "float32 bfloat16",
     "of the operands of matrix products; bfloat16 is mixed precision: sums, norms, softmax and "
     "what layers pass on stay in model.dtype",
-    choices=_FLOATS,
   ),
-  "param_sharding": FREE(
-    "replicated",
-    "on all devices, or each divided over them",
-    choices=("replicated", "fsdp"),
-  ),
+  "param_sharding": choice("replicated fsdp", "on all devices, or each divided over them", True),
 }
 _EVAL = {
   "window": FREE(0, "tokens a row; 0: model.max_length", 0),
   "stride": FREE(0, "new tokens a window; 0: the window, so without context", 0),
   "batch_size": FREE(10, "rows", 1),
-  "max_tokens": FREE(
-    0,
-    "of the validation split in training, in windows drawn once; 0: all. `evaluate` and the test "
-    "scores at the end take all. Without data.documents = isolated",
-    0,
-  ),
+  "max_tokens": FREE(0, "of the validation split in training, in windows drawn once; 0: all", 0),
 }
 _SAMPLE = {
   "prompt": FREE("", 'shown, continued, at the end of a run; "": nothing is'),
@@ -179,10 +161,8 @@ _SAMPLE = {
   "temperature": FREE(1.0, "divides the logits; 0: the most likely token", 0),
   "top_k": FREE(0, "draw from the k most likely tokens; 0: from all", 0),
   "top_p": FREE(1.0, "draw from the most likely tokens of this probability", above=0, maximum=1),
-  "overflow": FREE(
-    "slide",
-    "after the window: move it, go on where mixers can, or end",
-    choices=("slide", "continue", "error"),
+  "overflow": choice(
+    "slide continue error", "past the window: move it, continue where mixers can, or refuse", True
   ),
 }
 SCHEMA: dict[str, Any] = {
@@ -199,6 +179,15 @@ _PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.in
   model.boundaries.file model.boundaries.run""".split()
 # The length of a run may change on resume where the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
+# New names that are not the nearest of the old ones.
+_RENAMED = {
+  "train.products": "train.matmul_dtype",
+  "train.parameters": "train.param_sharding",
+  "train.batches": "train.sampling",
+  "train.keep_checkpoints": "train.max_to_keep",
+  "model.norm": "model.norm_position",
+  "model.norm_kind": "model.norm_type",
+}
 _FREE_NAMES = ("implementation", "num_buckets")  # of components
 _REGISTRIES = {"mixer": registry.mixers, "boundaries": registry.boundaries}
 _REGISTRIES |= {"optimizer": registry.optimizers, "schedule": registry.schedules}
@@ -321,96 +310,84 @@ def fill(
   Raises:
     UserError: an unknown setting, a wrong type, or a value out of range.
   """
-  if not _is_section(values):
-    raise _no_section(prefix[:-1], values)
-  for name in values:
+  for name in _section(values, prefix[:-1]):
     if name not in schema:
       settings = walk(fill({}, schema, prefix), schema, prefix)
-      raise unknown_setting(f"{prefix}{name}", [key for key, *_ in settings])
+      raise unknown(f"{prefix}{name}", [key for key, *_ in settings])
   if is_complete and (missing := [f"{prefix}{name}" for name in schema if name not in values]):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
   config = Section()
   for name, node in schema.items():
-    key, value = f"{prefix}{name}", values.get(name)
+    key, default = f"{prefix}{name}", {} if isinstance(node, Mapping) else node.default
+    value = values.get(name, default)
     if isinstance(node, Setting):
-      config[name] = node.check(key, as_tuple(value)) if name in values else node.default
+      config[name] = node.check(key, as_tuple(value)) if name in values else value
+    elif value is None and default is None:
+      config[name] = None
     elif isinstance(node, Component):
-      value = value if name in values else node.default
-      is_none = value is None and node.default is None
-      config[name] = None if is_none else component(node.components, value, key, is_complete)
-    elif isinstance(node, Middle):
-      is_none = value is None
-      config[name] = (
-        None if is_none else fill(value, node.schema, f"{key}.", is_complete=is_complete)
-      )
+      config[name] = component(node.components, value, key, is_complete)
     else:
-      value = value if name in values else {}
-      config[name] = fill(value, node, f"{key}.", is_complete=is_complete)
+      inner = node.schema if isinstance(node, Middle) else node
+      config[name] = fill(value, inner, f"{key}.", is_complete=is_complete)
   return config
+
+
+def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
+  """The error for an unknown setting, which names the nearest or its new name."""
+  return unknown_setting(key, [_RENAMED[key]] if key in _RENAMED else names, owner)
 
 
 def component(components: Registry, value: Any, key: str, is_complete: bool = False) -> Any:
   """The section of a component's name or section; of several mixers, a tuple of sections."""
-  if isinstance(value, list | tuple) and len(value) == 1:
-    (value,) = value
-  if components is registry.mixers:
-    if isinstance(value, str) and "," in value and not is_complete:
-      value = tuple(value.split(","))
-    if isinstance(value, list | tuple) and value:
-      sections = in_turn(key, value).items()
-      return tuple(_section(components, x, name, is_complete) for name, x in sections)
-  return _section(components, value, key, is_complete)
-
-
-def _section(components: Registry, value: Any, key: str, is_complete: bool) -> ConfigDict:
   if isinstance(value, str) and not is_complete:
-    value = {"name": value}
+    is_several = components is registry.mixers and "," in value
+    value = value.split(",") if is_several else {"name": value}
+  if isinstance(value, list | tuple) and len(value) == 1:
+    return component(components, value[0], key, is_complete)
+  if isinstance(value, list | tuple) and value and components is registry.mixers:
+    sections = in_turn(key, value).items()
+    return tuple(component(components, x, name, is_complete) for name, x in sections)
+  return components.fill(_section(value, key), key, is_complete=is_complete)
+
+
+def _section(value: Any, key: str) -> Mapping:
+  """The value, if it is a section."""
   if not _is_section(value):
-    raise _no_section(key, value)
-  return components.fill(value, key, is_complete=is_complete)
+    raise UserError(f"{key}: expected a section of settings, got {value!r}")
+  return value
 
 
-def _no_section(key: str, value: Any) -> UserError:
-  name = key.rpartition(".")[2]
-  is_name = isinstance(value, str) and name in (*_REGISTRIES, "middle")
-  hint = f", by dpjax.config.{name}({value!r})" if is_name else ""
-  return UserError(f"{key}: expected a section of settings{hint}, got {value!r}")
+def _nodes(config: Any, schema: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+  """The full name, the value and the node of each setting and component, or absent middle."""
+  for name, node in schema.items():
+    key, value = f"{prefix}{name}", config[name]
+    if isinstance(node, Setting | Component) or value is None:
+      yield key, value, node
+    else:
+      yield from _nodes(value, node.schema if isinstance(node, Middle) else node, f"{key}.")
 
 
 def walk(
   config: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Setting]]:
   """The full name and the value of each setting of a complete configuration, and the `Setting`."""
-  for name, node in schema.items():
-    key, value = f"{prefix}{name}", config[name]
+  for key, value, node in _nodes(config, schema, prefix):
     if isinstance(node, Setting):
       yield key, value, node
     elif value is None:
       yield key, None, Setting(None, node.meaning, type=ConfigDict, is_optional=True)
-    elif isinstance(node, Component):
+    else:
       for path, section in in_turn(key, value).items():
         yield f"{path}.name", section["name"], Setting(node.default, type=str)
         for field, setting in node.components.settings(section["name"]).items():
           is_free = field in _FREE_NAMES
           yield f"{path}.{field}", section[field], setting._replace(is_free=is_free)
-    else:
-      inner = node.schema if isinstance(node, Middle) else node
-      yield from walk(value, inner, f"{key}.")
 
 
-def component_keys(
-  config: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = ""
-) -> dict[str, Component]:
+def component_keys(config: Any) -> dict[str, Component]:
   """The sections that may hold a component, by full name, with those of middles."""
-  keys = {}
-  for name, node in schema.items():
-    key = f"{prefix}{name}"
-    if isinstance(node, Component):
-      keys[key] = node
-    elif not isinstance(node, Setting) and config[name] is not None:
-      inner = node.schema if isinstance(node, Middle) else node
-      keys |= component_keys(config[name], inner, f"{key}.")
-  return keys
+  nodes = _nodes(config, SCHEMA, "")
+  return {key: node for key, _, node in nodes if isinstance(node, Component)}
 
 
 def in_turn(key: str, mixer: Any) -> dict[str, Any]:
