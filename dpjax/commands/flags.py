@@ -193,7 +193,7 @@ def _join_processes(options: argparse.Namespace) -> None:
   timer.start()
   try:
     if None not in values and index == 0:  # Where JAX cannot listen, it may crash (signal 11).
-      socket.create_server(("", int(address.rpartition(":")[2]))).close()
+      socket.create_server(("", int(str(address).rpartition(":")[2]))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
   except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
