@@ -86,7 +86,7 @@ def pvary_like(arrays: Any) -> Any:
 def automatic_axes(function: _Function) -> _Function:
   """Lets a function take arrays on a mesh with explicit axes, where JAX refuses many reshapes.
 
-  Within the function the compiler chooses the shardings. An axis of a result is sharded like the same
+  Within the function the compiler chooses shardings. An axis of a result is sharded like the same
   axis of the first argument if both have the same size, and otherwise not at all
   (`jax.sharding.auto_axes` needs the shardings of results before the call):
 
