@@ -86,8 +86,8 @@ def pvary_like(arrays: Any) -> Any:
 def automatic_axes(function: _Function) -> _Function:
   """Lets a function take arrays on a mesh with explicit axes, where JAX refuses many reshapes.
 
-  Within the function the compiler chooses the shardings. An axis of a result is sharded like the
-  same axis of the first argument if both have the same size, and otherwise not at all
+  Within the function the compiler chooses shardings. An axis of a result is sharded like the same
+  axis of the first argument if both have the same size, and otherwise not at all
   (`jax.sharding.auto_axes` needs the shardings of results before the call):
 
     causal_convolution(f32[16@data, 12, 6], f32[12, 6, 5]) -> f32[16@data, 12, 5]

@@ -133,8 +133,8 @@ def test_refusals():
   model = dpjax.build_model(CASES["dispatcher"]())
   params = helpers.draw_params(model, 3, 1 / 2)
   for document_starts, message, given in (
-    (STARTS[:, 1:], r"expected .* = \(2, 23\), got int32 \(2, 22\)", {}),
-    (2 * STARTS, "expected integers 0 or 1, got 2", {}),
+    (STARTS[:, 1:], r"expected .*2 23.*, got int32\[2, 22\]", {}),
+    (2 * STARTS, "expected zeros and ones, got 2", {}),
     (np.roll(STARTS, 1, axis=1), "expected every row to begin with 1, got 0 in row 0", {}),
     (STARTS, "expected none with a cache, got some", dict(cache=model.init_cache(BATCH))),
   ):

@@ -163,6 +163,7 @@ ATTENTION = ops.init_attention_cache(B, M, H, E)
 KEYS = dict(positions=floats(T, H, E), content_bias=floats(H, E), position_bias=floats(H, E))
 SHORT = KEYS | dict(positions=floats(T - 1, H, E))
 HALF = floats(B, T, D).astype(jnp.bfloat16)
+FLAT = floats(B, T)
 
 
 # Relations between sizes, dtypes and values, which no annotation tells.
@@ -233,6 +234,27 @@ HALF = floats(B, T, D).astype(jnp.bfloat16)
     (lambda: ops.conditional_entropy(floats(B, T, 0)), "logits: expected V of at least 1"),
     (lambda: ops.ratio_loss(ENDS, floats(B, T), 1.0), "factor: expected a factor above 1, got 1.0"),
     (lambda: ops.run_at_capacity(3, (3,), None, HALF), "function: expected a function, got 3"),
+    (lambda: ops.run_at_capacity(abs, (3,), None, HALF), "sizes: expected rising capac.* to S = 7"),
+    (lambda: ops.capacities(0, 3), "longest: expected at least 1, got 0"),
+    (lambda: ops.capacities(3, 0), "number: expected at least 1, got 0"),
+    (lambda: ops.fixed_boundaries((B, T), 3, 3), "offset: expected at most 2, got 3"),
+    (lambda: ops.whitespace_boundaries(ENDS, ()), "space_ids: .* alphabet without a space"),
+    (lambda: ops.gumbel_sigmoid(FLAT, 1.0), "key, noise: .* got none"),
+    (
+      lambda: ops.gumbel_sigmoid(FLAT, 1.0, key=VALID["key"], noise=FLAT),
+      "key, noise: .* got both",
+    ),
+    (lambda: ops.gumbel_sigmoid(FLAT, 1.0, noise=FLAT - 0.5), "noise: .* above 0 and below 1"),
+    (lambda: ops.binomial_prior_loss(FLAT, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
+    (
+      lambda: ops.entropy_threshold(FLAT, "global", 1.0, 0.5),
+      "theta_add: expected 0 with the rule global",
+    ),
+    # Of two tokens in a row one is a boundary at most.
+    (
+      lambda: ops.entropy_theta(jnp.arange(14.0).reshape(2, 7), 1.5, "combined", 0.1),
+      "factor: expected at least 1.75, which theta_add = 0.1 leaves, got 1.5",
+    ),
   ],
 )
 def test_relations_that_no_annotation_tells(call, message):
