@@ -32,7 +32,10 @@ class Characters(Tokenizer):
   @classmethod
   def train(cls, chunks: Iterable[str]) -> "Characters":
     """Collects the characters of a text."""
-    return cls("".join(sorted(set().union(*chunks))))
+    characters: set[str] = set()
+    for chunk in chunks:
+      characters.update(chunk)
+    return cls("".join(sorted(characters)))
 
   def _encode(self, text: str) -> np.ndarray:
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

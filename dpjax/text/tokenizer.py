@@ -18,6 +18,7 @@ _POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x1000
 _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
+_COMPLETE = ("characters", "wordpiece")  # whose tokens are no parts of characters
 _INCOMPLETE = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
 
 
@@ -155,8 +156,7 @@ class TextStream:
     is_byte = self._tokenizer.byte_ids.__contains__
     num_pending = len([*itertools.takewhile(is_byte, reversed(self._ids))])
     text = self._tokenizer.decode(self._ids[: len(self._ids) - num_pending])
-    # With an unknown token, no token is a part of a character.
-    end = text[-_INCOMPLETE:] if self._tokenizer.unknown_id is None else ""
+    end = "" if self._tokenizer.kind in _COMPLETE else text[-_INCOMPLETE:]
     certain = len(text) - len(end) + len(end.rstrip("\N{REPLACEMENT CHARACTER}"))
     new = text[self._length : certain]
     self._length = max(self._length, certain)

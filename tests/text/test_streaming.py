@@ -56,6 +56,7 @@ def bpe_across_characters():
   raw.decoder = library.decoders.ByteLevel()
   raw.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
   raw.add_special_tokens(["<|endoftext|>"])
+  raw.model.unk_token = "<|endoftext|>"  # as some files have, though bytes leave nothing unknown
   return BytePairs(raw)
 
 
