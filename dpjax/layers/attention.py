@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
   """
 
   is_unbounded: ClassVar[bool] = False
-  window: ClassVar[int | None] = None
+  window = None  # not annotated: as a field of a subclass it comes last
 
   num_heads: int = 1
   max_length: int = 0

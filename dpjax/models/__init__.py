@@ -7,7 +7,6 @@ if TYPE_CHECKING:
   from dpjax.models.hourglass import Hourglass as Hourglass
   from dpjax.models.language_model import LanguageModel as LanguageModel
   from dpjax.models.language_model import LanguageModelOutput as LanguageModelOutput
-  from dpjax.models.stack import BlockGroup as BlockGroup
   from dpjax.models.stack import Stack as Stack
 else:
   from dpjax import lazy
