@@ -13,14 +13,6 @@ from typing import Any
 from dpjax.errors import UserError
 
 PREFIX = "hf://"
-_LOGIN = "HF_TOKEN or `hf auth login` gives a token"
-# Errors of the library, those of a narrower class first.
-_REASONS = {
-  "RevisionNotFoundError": "none of this revision",
-  "GatedRepoError": "a gated one, whose page says how to get access",
-  "RepositoryNotFoundError": f"none that is public (for a private one, {_LOGIN})",
-  "LocalEntryNotFoundError": "no connection, and no copy in the cache",
-}
 
 
 def is_address(path: Any) -> bool:
@@ -38,7 +30,7 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def one_line(key: str, expected: str = "a repository that can be read") -> Iterator[None]:
-  """Turns errors of `huggingface_hub` into a `UserError`; those of the disk stay."""
+  """Turns errors of `huggingface_hub` into a `UserError` of one line; those of the disk stay."""
   from huggingface_hub import utils
 
   try:
@@ -46,15 +38,10 @@ def one_line(key: str, expected: str = "a repository that can be read") -> Itera
   except Exception as error:  # Of several libraries.
     if isinstance(error, OSError) and error.errno:
       raise
-    is_local = isinstance(error, utils.LocalEntryNotFoundError)
-    is_refused = is_local and isinstance(error.__cause__, utils.HfHubHTTPError)
-    # The server's answer is behind a failed upload, or a copy that is not there either.
-    cause = (is_refused or type(error) is RuntimeError) and error.__cause__ or error
-    status = getattr(getattr(cause, "response", None), "status_code", 0)
-    reasons = [text for name, text in _REASONS.items() if isinstance(cause, getattr(utils, name))]
-    if not reasons and status in (401, 403):
-      reasons = [f"a refusal ({status}) of the token, or of none ({_LOGIN})"]
-    reason = reasons[0] if reasons else " ".join(str(cause).split()).rstrip(".")
+    # The server's answer is behind a failed upload, or a copy that is also missing.
+    wraps = type(error) is RuntimeError or isinstance(error, utils.LocalEntryNotFoundError)
+    is_answer = wraps and isinstance(error.__cause__, utils.HfHubHTTPError)
+    reason = " ".join(str(error.__cause__ if is_answer else error).split())
     raise UserError(f"{key}: expected {expected}, got {reason}") from error
 
 

@@ -230,15 +230,6 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
   assert run.step == best
 
 
-@helpers.needs_locks
-def test_two_runs_at_once_in_one_folder_are_refused(text, tmp_path):
-  config = helpers.small_config(text, num_steps=3)
-  message = "workdir: .* locked by process"
-  with workdir_lib.lock(tmp_path / "run"), pytest.raises(dpjax.UserError, match=message):
-    dpjax.train(config, tmp_path / "run")
-  assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
   # Adam's first update has the size of the learning rate: step 1 is finite, step 2 is not.
   config = helpers.small_config(text, learning_rate=1e30, checkpoint_every_steps=1)

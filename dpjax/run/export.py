@@ -35,8 +35,6 @@ from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
-_FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
-_PARTIAL, _MOVES = ".partial", "moves"  # an unfinished folder, and its file once it is moved
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +47,8 @@ def save(
   private: bool = False,
 ) -> None:
   """Writes a run into a new or empty folder, or commits it to a model, completely or not at all.
+
+  A process that is killed may leave a part in a folder that was there, without model.safetensors.
 
   Args:
     run: a `Run`.
@@ -80,39 +80,28 @@ def save(
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
   inside = folder / folder.name
-  for left in (*files.left_beside(folder), *files.left_beside(inside)):
-    _remove(left.with_suffix(_PARTIAL), folder)
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):  # by killed processes
+    shutil.rmtree(left.with_suffix(".partial"), ignore_errors=True)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
-  is_there = folder.exists()
+  exists = folder.exists()
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.temporary(inside if is_there else folder) as lock:
-      partial = Path(lock.name).with_suffix(_PARTIAL)
+    with files.temporary(inside if exists else folder) as lock:
+      partial = Path(lock.name).with_suffix(".partial")
       try:
         partial.mkdir()
         _write(run, partial, folder.name, dtype, license)
-        if is_there:
-          paths = sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS)
-          (partial / _MOVES).touch()
-          for path in paths:
-            os.replace(path, folder / path.name)
-        else:
+        if not exists:
           os.replace(partial, folder)
+        else:
+          for path in sorted(partial.iterdir()):  # model.safetensors comes last
+            os.replace(path, folder / path.name)
       finally:
-        _remove(partial, folder)
+        shutil.rmtree(partial, ignore_errors=True)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
-
-
-def _remove(partial: Path, folder: Path) -> None:
-  """Removes what was not finished, and what of it was moved into a folder that had been empty."""
-  if (partial / _MOVES).exists() and not workdir_lib.is_exported(folder):
-    for path in (folder / name for name in {Path(x).parts[0] for x in _FILES}):
-      if not (partial / path.name).exists():
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-  shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:

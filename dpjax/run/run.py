@@ -113,7 +113,7 @@ class Run:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated" scores each document alone, after a start token; "joined" one text;
+      documents: "isolated" scores each document by itself, after a start token; "joined" one text;
         "": `config.data.documents`.
       progress: whether to show a progress bar.
       folder: where to write the scores, too, as JSON; None: nowhere.

@@ -52,7 +52,7 @@ def train(
       one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
       with `logits`, [B, T, V]. Pass the same model to resume or load the run.
     optimizer: replaces the optimizer of `config.train`, with its schedule and clipping: any of
-      Optax that needs the gradients, the parameters and the `value` of the loss alone.
+      Optax that needs only the gradients, the parameters and the `value` of the loss.
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.

@@ -153,7 +153,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
     saved = (workdir / "checkpoints").glob("*")
     if not all(".orbax-checkpoint-tmp" in path.name for path in saved):
       raise UserError(
-        f"workdir: expected an empty folder or a whole run, got {workdir}, which has "
+        f"workdir: expected an empty folder or a complete run, got {workdir}, which has "
         "checkpoints and no config.json"
       )
     return False

@@ -78,9 +78,10 @@ class Checkpoints(contextlib.AbstractContextManager):
     self._stack = contextlib.ExitStack()
 
   def __exit__(self, *_) -> None:
-    if self._manager:
-      with self._stack, contextlib.closing(self._manager), self._writing():
-        self._manager.wait_until_finished()
+    with self._stack:
+      if self._manager:
+        with contextlib.closing(self._manager), self._writing():
+          self._manager.wait_until_finished()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""

@@ -211,7 +211,7 @@ def jit_eval_step(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
-  What a model draws in evaluation depends on the batch's index and shape alone.
+  What a model draws in evaluation depends only on the batch's index and shape.
   """
 
   def step(params, batch, index, capacity=None):
