@@ -97,8 +97,7 @@ def configure(name: str, scale: str) -> ConfigDict:
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        steps = _steps(num_steps, num_steps, num_steps // 5)
-        changes |= config_lib.flatten({"train": steps})
+        changes |= config_lib.flatten({"train": _steps(num_steps, num_steps)})
   if scale == "cpu":
     # A corpus that is large, or has no splits of its own, keeps its first part.
     changes["data.max_characters"] = (config.data.max_characters[0], 60_000, 60_000)
