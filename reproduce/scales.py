@@ -99,8 +99,7 @@ def configure(name: str, scale: str) -> ConfigDict:
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        steps = _steps(num_steps, num_steps)
-        changes |= config_lib.flatten({"train": steps})
+        changes |= config_lib.flatten({"train": _steps(num_steps, num_steps)})
   if scale == "cpu":
     if config.train.init_from:
       changes["train.learning_rate"] /= 6  # as the paper's of the two

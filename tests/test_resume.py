@@ -49,7 +49,7 @@ def low_activations(text):
 def scheduled_rate(text):
   config = helpers.pooled_config(text, "gumbel")
   config.model.mixer = "short_convolution"
-  config.model.boundaries.rate_schedule = (0.9, 5)
+  config.model.boundaries.target_schedule = (0.9, 5)
   return config, {}
 
 

@@ -35,6 +35,7 @@ from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
+_FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +97,8 @@ def save(
         if not exists:
           os.replace(partial, folder)
         else:
-          for path in sorted(partial.iterdir()):  # model.safetensors comes last
+          # The parameters last: a folder that has them is complete.
+          for path in sorted(partial.iterdir(), key=lambda x: x.name == workdir_lib.PARAMETERS):
             os.replace(path, folder / path.name)
       finally:
         shutil.rmtree(partial, ignore_errors=True)
