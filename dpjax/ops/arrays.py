@@ -130,6 +130,10 @@ def _has_array(hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
+  if _is_array(hint):  # Its `__name__` has the module of `Array` with some versions of JAX.
+    return f"{hint.dtype.__name__}[Array, {hint.dim_str!r}]"
+  if typing.get_origin(hint) is tuple:
+    return f"tuple[{', '.join(map(_name, typing.get_args(hint)))}]"
   return "None" if hint is types.NoneType else getattr(hint, "__name__", str(hint))
 
 

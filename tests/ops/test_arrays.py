@@ -82,7 +82,10 @@ WRONG = [
   (dict(cache=3), "cache: expected Cache or None"),
   (dict(cache=(floats(B, 7, D), jnp.zeros(B, jnp.int32))), "cache: expected Cache or None"),
   (dict(previous=(floats(B), floats(B, 1))), "previous: expected Binary[Array, 'B'] with "),
-  (dict(previous=floats(B)), "previous: expected tuple"),
+  (
+    dict(previous=floats(B)),
+    "previous: expected tuple[Float[Array, 'B'], Binary[Array, 'B']] or None with ",
+  ),
   (dict(ends=ENDS + 2), "ends: expected zeros and ones, got 3"),
   (dict(ends=-ENDS), "ends: expected zeros and ones, got -1"),
   (dict(document_starts=ENDS[:, ::-1]), "document_starts: expected every row to begin with 1, got"),
