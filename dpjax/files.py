@@ -18,6 +18,7 @@ from filelock import lock_descriptor
 
 from dpjax.errors import UserError, not_writable
 
+MAX_BYTES = 2**27  # of a file that is read at once
 RECORD = "data.json"  # of a folder that `build_once` built
 PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ def open_plain(path: str | Path, mode: str = "rb", **options: Any) -> Any:
 
 
 def read_file(path: str | Path) -> bytes:
-  """The content of a file; raises as `open_plain` does."""
+  """The content of a file; raises as `open_plain`, and a `ValueError` above `MAX_BYTES`."""
   with open_plain(path) as file:
+    if os.fstat(file.fileno()).st_size > MAX_BYTES:
+      raise ValueError(f"more than {MAX_BYTES:,} bytes")
     return file.read()
 
 

@@ -84,7 +84,7 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
   # Numbers and files that ended in a traceback, or for which a command waited.
-  export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
+  export {folder_of_model} {new} | model.safetensors: expected a plain file, got a folder
 """)
 MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
