@@ -171,17 +171,17 @@ def end_after(count, folder):
     for path in saved.iterdir():
       step(shutil.copytree if path.is_dir() else shutil.copy, path, partial / path.name)
 
-  export._write = write
+  export._write, move = write, os.replace
+  os.replace = lambda *paths: step(move, *paths)  # into a folder that exists
   export.save(types.SimpleNamespace(workdir=run), folder, "float32")
 
-for exists in (False, True):
-  for count in (0, 2, 3):
-    if not os.fork():
-      path = folder / f"{exists}{count}"
-      exists and path.mkdir()
-      end_after(count, path)
-      os._exit(0)
-    os.wait()
+for name in sys.argv[4:]:
+  if not os.fork():
+    exists = name.startswith("empty")
+    exists and (folder / name).mkdir()
+    end_after(int(name[-1]), folder / name)
+    os._exit(0)
+  os.wait()
 print("living", flush=True)
 end_after(2, folder / "living")
 """
@@ -191,17 +191,19 @@ end_after(2, folder / "living")
 def test_the_next_export_removes_what_a_killed_one_left_but_not_of_a_living_one(
   run, saved, tmp_path
 ):
-  words = [sys.executable, "-c", ENDED, saved, tmp_path, run.workdir]
+  # After some copies, or before some of the five moves into the empty folder.
+  names = "new0 new2 new5 empty0 empty3 empty6 empty8 empty9".split()
+  words = [sys.executable, "-c", ENDED, saved, tmp_path, run.workdir, *names]
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
   with subprocess.Popen(words, env=helpers.environment(), **pipes) as process:
     while process.stdout.readline() != "living\n":
       pass
     process.stdout.readline()
     (living,) = tmp_path.glob("living.*.partial")
-    for path in [tmp_path / f"{exists}{count}" for exists in (False, True) for count in (0, 2, 3)]:
+    for path in map(tmp_path.joinpath, names):
       run.save(path)
-      names = [{x.relative_to(y) for x in y.rglob("*")} for y in (saved, path)]
-      assert names[0] == names[1], path
+      inside = [{x.relative_to(y) for x in y.rglob("*")} for y in (saved, path)]
+      assert inside[0] == inside[1], path
     assert {*tmp_path.glob("*.partial")} == {living} and len([*tmp_path.glob("*.tmp")]) == 1
     process.kill()
 

@@ -83,6 +83,10 @@ def save(
   inside = folder / folder.name
   for left in (*files.left_beside(folder), *files.left_beside(inside)):  # by killed processes
     shutil.rmtree(left.with_suffix(".partial"), ignore_errors=True)
+  if folder.is_dir() and _is_unfinished(folder):
+    for name in {Path(x).parts[0] for x in _FILES}:
+      path = folder / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
@@ -97,13 +101,20 @@ def save(
         if not exists:
           os.replace(partial, folder)
         else:
-          # The parameters last: a folder that has them is complete.
-          for path in sorted(partial.iterdir(), key=lambda x: x.name == workdir_lib.PARAMETERS):
+          # config.json first and the parameters last, see `_is_unfinished`.
+          order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
+          for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
             os.replace(path, folder / path.name)
       finally:
         shutil.rmtree(partial, ignore_errors=True)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
+
+
+def _is_unfinished(folder: Path) -> bool:
+  """Whether a process was killed while it moved an export into the folder."""
+  settings = files.read_json(folder / "config.json")
+  return loading.CHECKSUMS in settings and not workdir_lib.is_exported(folder)
 
 
 def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:
