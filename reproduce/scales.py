@@ -17,9 +17,9 @@ from typing import Any
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
-from dpjax.config.registry import load_plugins
 from dpjax.data import corpus as corpus_lib
 from dpjax.errors import UserError
+from dpjax_papers import corpora as corpora  # registers the papers' corpora
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
@@ -171,7 +171,6 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
   Raises:
     ValueError: the folder has none, or more than one.
   """
-  load_plugins()
   wanted, names = config.data.name, {*corpus_lib.SOURCES}
   is_manual = wanted == corpus_lib.PYTHON_MANUAL and not Path(folder, wanted).exists()
   if not folder or is_manual:

@@ -156,7 +156,7 @@ ENDED = """
 import os, shutil, sys, types
 from pathlib import Path
 from dpjax.run import export
-saved, folder, run = map(Path, sys.argv[1:])
+saved, folder, run = map(Path, sys.argv[1:4])
 
 def end_after(count, folder):
   def step(work, *paths):
@@ -196,8 +196,8 @@ def test_the_next_export_removes_what_a_killed_one_left_but_not_of_a_living_one(
   words = [sys.executable, "-c", ENDED, saved, tmp_path, run.workdir, *names]
   pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
   with subprocess.Popen(words, env=helpers.environment(), **pipes) as process:
-    while process.stdout.readline() != "living\n":
-      pass
+    while (line := process.stdout.readline()) != "living\n":
+      assert line, "the process has failed"
     process.stdout.readline()
     (living,) = tmp_path.glob("living.*.partial")
     for path in map(tmp_path.joinpath, names):

@@ -310,8 +310,8 @@ def tokenize(
   has_boundaries = boundaries is not None
   if has_boundaries and name not in CHARACTER_KINDS:
     raise UserError(
-      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-      f"{type(boundaries).__name__} boundaries, got {name}"
+      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with boundaries that follow from "
+      f"the text, got {name}"
     )
   made: dict[str, Any] = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},

@@ -28,7 +28,7 @@ TEXTS = {
   "valid": "one two\r\n\r\nthree",
   "test": " \nfour\n",
 }
-UNIGRAM = Unigram(1, size=18)
+UNIGRAM = Unigram(1, size=18).text_boundaries
 
 
 def write(folder, texts):
@@ -229,9 +229,9 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
 @pytest.mark.parametrize(
   "kind, boundaries, message",
   [
-    ("bytes", Unigram(1, file="none.model"), "model.boundaries.file: .*none.model"),
-    ("bytes", Unigram(1, size=1000), "model.boundaries.size: expected at most "),
-    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes with Unigram .*, got bpe"),
+    ("bytes", Unigram(1, file="none.model").text_boundaries, "model.boundaries.file: .*none.model"),
+    ("bytes", Unigram(1, size=1000).text_boundaries, "model.boundaries.size: expected at most "),
+    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes with .*, got bpe"),
   ],
 )
 def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus, kind, boundaries, message):
@@ -375,7 +375,9 @@ def stop_after(monkeypatch, number, encoded, error=KeyboardInterrupt):
 
 
 @pytest.mark.parametrize(
-  "kind, boundaries", [("bpe", None), ("characters", Unigram(1, size=27))], ids=["bpe", "unigram"]
+  "kind, boundaries",
+  [("bpe", None), ("characters", Unigram(1, size=27).text_boundaries)],
+  ids=["bpe", "unigram"],
 )
 def test_it_resumes_where_it_was_stopped(
   tmp_path, records, small_shards, monkeypatch, kind, boundaries
@@ -404,7 +406,7 @@ def test_another_text_begins_from_scratch(tmp_path, records, small_shards, monke
   folder = tmp_path / "tokens"
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     stop_after(patch, 150, [])
-    tokenize(records, folder, "bytes", boundaries=Unigram(1, size=27))
+    tokenize(records, folder, "bytes", boundaries=Unigram(1, size=27).text_boundaries)
   # Of other settings, nothing is left over; of the same, the text may have changed nevertheless.
   tokens = tokenize(records, folder, "bytes")
   assert not (folder / "train.boundaries.bin").exists() and not (folder / "unigram.model").exists()

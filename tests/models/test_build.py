@@ -20,7 +20,9 @@ def settings(mixer="dispatcher", boundaries="none", **changes):
 BFLOAT16 = jnp.dtype("bfloat16")
 DRAWN = dict(init_std=0.4, dtype=BFLOAT16)
 # Of every model here; `norm` and `block` make the modules that they describe.
-SETTINGS = dict(dtype="bfloat16", init_std=0.4, norm_init_std=0.5, use_bias=False, norm="pre")
+SETTINGS = dict(
+  dtype="bfloat16", init_std=0.4, norm_init_std=0.5, use_bias=False, norm_position="pre"
+)
 SETTINGS |= dict(norm_type="rms_norm", norm_epsilon=1e-3, activation="swiglu")
 SETTINGS |= dict(dropout=0.1, hidden_dropout=0.2)
 OPTIONS = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)

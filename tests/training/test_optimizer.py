@@ -282,7 +282,7 @@ MADE = optimizers() | {
   ),
 }
 REFUSED = {
-  "lbfgs": "^optimizer: expected one that updates with .* 'value_fn'",
+  "lbfgs": "^optimizer: expected one that needs only .* 'value_fn'",
   "sophia": "^optimizer: .* obj_fn must be provided",
   "scale_by_muon": "^optimizer: .* ValueError: (Expected dict, got None|pytree structure)",
   "lookahead": "^optimizer: .* no attribute 'fast'",
