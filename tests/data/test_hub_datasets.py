@@ -151,7 +151,7 @@ def test_names():
 REFUSALS = helpers.cases("""
   hf:tales                | expected hf:OWNER/NAME.@REVISION..:CONFIG/SPLIT/COLUMN., got hf:tales
   hf:me/tales:a/b/c/d     | expected hf:OWNER/NAME
-  hf:me/none              | expected a dataset hf:me/none that can be read, got 401 Client Error. Repository Not
+  hf:me/none              | expected a dataset hf:me/none that can be read, got 401 Client Error
   hf:me/tales@v9          | got 404 Client Error. Revision Not Found
   hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG., one of de, en, got hf:
   hf:me/tales:fr          | expected a configuration .* one of de, en, got hf:me/tales:fr
