@@ -85,10 +85,10 @@ class Authors:
     self.name = name
     if name in ATTENTION:
       self.model = _attention(reference, name, vocab_size, width, num_layers, length, dropout)
-      self.clip_norm, eps = 0.5, 1e-8
+      self.grad_clip_norm, eps = 0.5, 1e-8
     else:
       self.model = _pooling(reference, name, vocab_size, width, num_layers, dropout)
-      self.clip_norm, eps = 0.25, 1e-8
+      self.grad_clip_norm, eps = 0.25, 1e-8
     self.optimizer = torch.optim.Adam(self.model.parameters(), betas=(0.9, 0.999), eps=eps)
     self.model.train()
 
@@ -126,7 +126,7 @@ class Authors:
       loss = nats.mean()
       total = loss + aux
     total.backward()
-    nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+    nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip_norm)
     self.optimizer.step()
     return loss.item(), stats.get("p_ones", 0.0)
 

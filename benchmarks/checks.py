@@ -117,7 +117,7 @@ def operator_check(operator: Callable, arrays: tuple, devices: list) -> list:
 def step_check(name: str, products: str, devices: list) -> list:
   """The loss of a training step, and all gradients as one array, on each device."""
   config = dpjax.config.load(name)
-  config.train.products = products
+  config.train.matmul_dtype = products
   config.model.vocab_size = 31
   for kind in build.build_boundaries(config.model)[:1]:
     for setting in ("space_ids", "end_ids"):
@@ -128,7 +128,7 @@ def step_check(name: str, products: str, devices: list) -> list:
   text = np.random.default_rng(0).integers(0, 31, (shape[0], shape[1] + 1)).astype(np.int32)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": np.ones(shape, np.float32)}
   # With SGD at learning rate 1, the update is minus the gradient.
-  trainer = training.make_trainer(config, model, 10, optax.sgd(1.0))
+  trainer = training.make_step_spec(config, model, 10, optax.sgd(1.0))
   abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
   initial = step.jit_init(model, trainer.optimizer, 0, abstract)  # once, for all devices
   # As NumPy's arrays, since an update takes the buffers of its state.

@@ -1,28 +1,21 @@
 """What every configuration takes of an accelerator in training, by `dpjax compile`, without one.
 
-  python benchmarks/compiled.py --topologies=h100,v5e:2x2 --out=results/compiled.json
-  python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=results/compiled.json
+  python benchmarks/compiled.py --topologies=h100,v5e:2x2 --out=runs/compiled.json
+  python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=runs/compiled.json
 
 --scale takes the papers' largest models and one of a billion parameters instead, with
-train.parameters replicated and sharded, and a batch of 8 rows for each device. What is in the file
-already is not compiled again. Prints the table of docs/accelerators.md.
-
-  python benchmarks/compiled.py --operators --topologies=h100,v5e --out=results/compiled_ops.json
-
-compiles the operators' implementations instead, result and gradients, in float32 unless the case
-says otherwise: passes over the first argument, which are the bytes read and written over its own,
-and temporary memory. Without the name of an implementation it is the default.
+train.param_sharding replicated and fsdp, and a batch of 8 rows for each device. What is in the file
+already is not compiled again. Prints a table as in docs/accelerators.md.
 """
 
 import argparse
-import functools
 import json
 import math
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from dpjax import config as config_lib
 from dpjax import files
@@ -65,9 +58,9 @@ def settings_of(name: str) -> list[str]:
 
 
 def run(config: str, topology: str, settings: list[str]) -> dict:
-  """Compiles in a process of its own; what failed says why."""
+  """Compiles in a process of its own; a failure has the message of its error."""
   with tempfile.TemporaryDirectory() as folder:
-    out = pathlib.Path(folder, "found.json")
+    out = pathlib.Path(folder, "result.json")
     command = [sys.executable, "-m", "dpjax", "compile", f"--config={config}", f"--out={out}"]
     command += [f"--topology={topology}", "--steps=train", f"--segments={SEGMENTS}"]
     command += [f"--config.{setting}" for setting in settings]
@@ -80,140 +73,52 @@ def run(config: str, topology: str, settings: list[str]) -> dict:
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def row(case: str, found: dict) -> str:
+def row(case: str, result: dict) -> str:
   """A row of the table."""
-  if "failed" in found:
-    return f"| {case} | {found['failed']} | | | | |"
-  train = found["steps"]["train"]
+  if "failed" in result:
+    return f"| {case} | {result['failed']} | | | | |"
+  train = result["steps"]["train"]
   if "refused" in train:
     return f"| {case} | {train['needed_gib']:.1f} | no | | | |"
-  floor = 1e3 * train["floor_seconds"]
-  moved = ", ".join(
-    f"{number} {kind} {size / 1e6:,.0f} MB" for kind, (number, size) in train["collectives"].items()
-  )
+  collectives = ", ".join(f"{count} {kind}" for kind, count in train["collectives"].items())
   return (
     f"| {case} | {train['needed_gib']:.2f} | {'yes' if train['fits'] else 'no'} | "
-    f"{train['compile_seconds']:.0f} | {floor:.1f} | {moved or '-'} |"
+    f"{train['compile_seconds']:.0f} | {train['operations'] / 1e12:.2f} | {collectives or '-'} |"
   )
 
 
-def operators() -> Iterator[tuple[str, Callable, Sequence[Sequence[int]], str]]:
-  """A name, a function, the shapes of its arguments and their dtype."""
-  from dpjax import ops
-
-  for batch, length in ((20, 512), (20, 4096), (4, 16_384)):
-    shapes = [(batch, length, 512), (batch, length, ops.num_levels(length))]
-    for name in (None, "recompute"):
-
-      def of_case(values, gates, name=name):  # An axis of one head would be padded on a TPU.
-        heads = values[:, :, None], gates[:, :, None]
-        return ops.shift_and_sum(*heads, implementation=name)[:, :, 0]
-
-      yield f"shift_and_sum, {batch} x {length:,} x 512, {name}", of_case, shapes, "float32"
-  for batch, length in ((64, 128), (16, 512), (1, 4096)):
-    for rank in (1, 2, 3) if length < 4096 else (1, 2):
-      shapes = [(batch, length, 128), (length, 128, 128)[:rank]]
-      for name in (None, "toeplitz", "scan", "fft"):
-        of_case = functools.partial(ops.causal_convolution, implementation=name)
-        case = f"causal_convolution, rank {rank}, {batch} x {length:,} x 128, {name}"
-        yield case, of_case, shapes, "float32"
-  for batch, length in ((20, 512), (4, 2048), (1, 8192), (1, 16_384)):
-    row = batch, length, 8, 64
-    for dtype in ("float32", "bfloat16"):
-      case = f"{batch} x {length:,}, {dtype}, None"
-      yield f"causal_attention, {case}", ops.causal_attention, [row] * 3, dtype
-      shapes = [row] * 3 + [row[1:], row[2:], row[2:]]
-      yield f"relative_attention, {case}", ops.relative_attention, shapes, dtype
-
-
-def operator_table(report: dict, topologies: Sequence[str]) -> Iterator[str]:
-  """The lines of the table: passes and MiB of each topology, for each case."""
-  yield "| | " + " | ".join(f"{x}: passes | MiB" for x in topologies) + " |"
-  yield "|---|" + "---:|---:|" * len(topologies)
-  for name, *_ in operators():
-    found = [report[f"{name}, {topology}"] for topology in topologies]
-    cells = [f"{x['passes']:,} | {x['temporary_mib']:,}" if x else "does not fit | " for x in found]
-    yield f"| {name.replace(', None', '')} | {' | '.join(cells)} |"
-
-
-def measure_operators(topology: str, path: pathlib.Path, only: str) -> None:
-  """Compiles `operators` for one device, and writes what they move and take."""
-  from dpjax.analysis import devices
-
-  devices.prepare()
-  import jax
-
-  from dpjax.analysis import traffic
-  from dpjax.training import sharding
-
-  mesh = sharding.make_mesh(devices.find(topology)[1][:1])
-  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  report = files.read_json(path)
-  for name, function, shapes, dtype in operators():
-    case = f"{name}, {topology}"
-    if only not in case or case in report:
+def cases(topology: str, is_scale: bool) -> Iterator[tuple[str, str, list[str]]]:
+  """The name, the configuration and the settings of each case."""
+  devices = math.prod(map(int, (topology.partition(":")[2] or "1").split("x")))
+  for name in LARGE if is_scale else CONFIGS:
+    config, settings = name.partition(",")[0], settings_of(name)
+    if not is_scale:
+      rows = -(-config_lib.load(config).train.batch_size // devices) * devices
+      yield f"{name}, {topology}", config, [*settings, f"train.batch_size={rows}"]
       continue
-    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
-
-    def gradients(cotangent, *given, function=function):
-      with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        result, pull = jax.vjp(function, *given)
-        return result, *pull(cotangent)
-
-    lowered = jax.jit(gradients).lower(arguments[0], *arguments)
-    try:
-      program = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
-      report[case] = None
-      files.write_json(path, report)
-      continue
-    size = math.prod(shapes[0]) * arguments[0].dtype.itemsize
-    report[case] = {
-      "passes": round(traffic.count(program.as_text()).bytes / size, 1),
-      "temporary_mib": round(program.memory_analysis().temp_size_in_bytes / 2**20, 1),
-    }
-    files.write_json(path, report)
+    settings += [*LARGE[name], f"train.batch_size={8 * devices}"]
+    for way in ("replicated", "fsdp"):
+      yield f"{name}, {topology}, {way}", config, [*settings, f"train.param_sharding={way}"]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--topologies", default="h100,v5e:2x2")
   parser.add_argument("--scale", action="store_true", help="the largest models, distributed")
-  parser.add_argument("--operators", action="store_true", help="operators instead of training")
-  parser.add_argument("--only", default="", help="cases whose name has this")
-  parser.add_argument("--out", default="results/compiled.json")
-  given = parser.parse_args()
-  path = pathlib.Path(given.out)
-  if given.operators:
-    topologies = given.topologies.split(",")
-    for topology in topologies:
-      measure_operators(topology, path, given.only)
-    if not given.only:
-      print(*operator_table(files.read_json(path), topologies), sep="\n")
-    return
-  report = files.read_json(path)
-  print("| | GiB a device | fits | compiled in, s | floor, ms | collectives |")
+  parser.add_argument("--only", default="", help="cases whose name contains this")
+  parser.add_argument("--out", type=pathlib.Path, default="runs/compiled.json")
+  arguments = parser.parse_args()
+  report = files.read_json(arguments.out)
+  print("| | GiB a device | fits | compiled in, s | Tflop | collectives |")
   print("|---|---:|---|---:|---:|---|")
-  for topology in given.topologies.split(","):
-    for name in LARGE if given.scale else CONFIGS:
-      ways = ("replicated", "sharded") if given.scale else ("",)
-      for way in ways:
-        case = ", ".join(filter(None, (name, topology, way)))
-        if given.only not in case:
-          continue
-        if case not in report:
-          config, settings = name.partition(",")[0], settings_of(name)
-          settings += LARGE[name] if given.scale else ()
-          devices = math.prod(map(int, (topology.partition(":")[2] or "1").split("x")))
-          rows = 8 if given.scale else -(-config_lib.load(config).train.batch_size // devices)
-          settings += [f"train.batch_size={rows * devices}"]
-          settings += [f"train.parameters={way}"] if way else []
-          found = run(config, topology, settings)
-          report[case] = {"settings": settings, **found}
-          files.write_json(path, report)
-        print(row(case, report[case]), flush=True)
+  for topology in arguments.topologies.split(","):
+    for case, config, settings in cases(topology, arguments.scale):
+      if arguments.only not in case:
+        continue
+      if case not in report:
+        report[case] = {"settings": settings, **run(config, topology, settings)}
+        files.write_json(arguments.out, report)
+      print(row(case, report[case]), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ are of one token. Programs begin with a cache that is full but for the tokens th
 random numbers, and the length set. The parts:
 
   operators  shift-and-sum and attention, base "cached"; "window" is one pass over all T positions
-  online     the plain and the online cache of a convolution, from the first token to the last, base
-             "plain": `dpjax.layers.extractors.ONLINE_LENGTH` is read from it
   models     6 layers of the papers' models, greedy, base "cached"
   pooling    the pooling paper's model, 2 + 8 + 2 layers with boundaries at spaces, base "no
              pooling", 12 layers. Words are made up, with text8's 4.9 letters on average
@@ -35,7 +33,7 @@ RELATIVE = dict(
 )
 MODELS: dict[str, dict[str, Any]] = {
   "Dispatcher": dict(mixer=dict(name="dispatcher")),
-  "WE": dict(mixer=dict(name="we"), norm="pre", positions="learned"),
+  "WE": dict(mixer=dict(name="we"), norm_position="pre", positions="learned"),
   "attention": dict(mixer=dict(name="attention", num_heads=8)),
   "relative attention": RELATIVE,
 }
@@ -119,23 +117,6 @@ def operators(quick: bool) -> Iterator[harness.Case]:
     )
 
 
-def online(quick: bool) -> Iterator[harness.Case]:
-  sizes = [(2, length, 512) for length in (128, 256, 512, 1024, 2048)]
-  sizes += [(2, 4096, 128), (1, 1024, 128)]
-  for rank, length, width in [(2, 256, 8), (1, 64, 8)] if quick else sizes:
-    taps = draw(*(length, width)[:rank]) / length**0.5
-
-    def step(taps, cache, x):
-      return ops.causal_convolution_cached(x, taps, cache)[::-1]
-
-    inits = ops.init_convolution_cache, ops.init_online_convolution_cache
-    programs = {
-      name: loop(step, init(1, length, width), draw(length, 1, 1, width), taps)
-      for name, init in zip(("plain", "online"), inits, strict=True)
-    }
-    yield harness.Case(f"convolution, rank {rank}, T {length} D {width}", "plain", programs)
-
-
 def build(settings: dict[str, Any]) -> tuple[Any, Any]:
   """A model of these settings, and its parameters as `init` gives them."""
   model = build_model(config.from_dict({"model": settings}).model)
@@ -161,9 +142,7 @@ def models(quick: bool) -> Iterator[harness.Case]:
     for name, settings in MODELS.items():
       model, params = build(sizes | settings | {"max_length": length})
       cache = model.init_cache(1)
-      # An online cache takes its time in blocks, so it is measured over the whole window.
-      is_online = isinstance(cache.layers[0], ops.OnlineConvolutionCache)
-      tokens = length if is_online else min(length, 64)
+      tokens = min(length, 64)
       window = jnp.arange(length, dtype=jnp.int32)[None] % sizes["vocab_size"]
       yield harness.Case(
         f"{name}, T {length}",
@@ -213,5 +192,5 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
 
 
 if __name__ == "__main__":
-  PARTS = (operators, online, models, pooling)
+  PARTS = (operators, models, pooling)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="generation")

@@ -253,6 +253,29 @@ def compare(
   return {"case": case.name, "base": case.base, "rows": rows}
 
 
+def product_rate(dtype: str) -> float:
+  """Operations per second of a large matrix product on one device, the maximum of a few runs.
+
+  The size of the square matrices doubles from 1,024 until a product takes 20 ms, or to 8,192.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  multiply = jax.jit(jnp.matmul)
+
+  def seconds(x: jax.Array) -> float:
+    start = time.perf_counter()
+    multiply(x, x).block_until_ready()
+    return time.perf_counter() - start
+
+  for size in (1024, 2048, 4096, 8192):
+    x = jnp.ones((size, size), dtype)
+    seconds(x)  # compiles
+    if seconds(x) > 0.02:
+      break
+  return 2 * size**3 / min(seconds(x) for _ in range(9))
+
+
 def describe_machine() -> dict[str, Any]:
   """The device, the processor and its rate, its cores, the versions and the allocator.
 
@@ -261,14 +284,12 @@ def describe_machine() -> dict[str, Any]:
   """
   import jax
 
-  from dpjax.training import profiling
-
   facts = {}
   with contextlib.suppress(OSError):
     lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     facts = dict([part.strip() for part in line.split(":", 1)] for line in lines)
   flags = facts.get("flags", "").split()
-  rates = {x: round(profiling.product_rate(x) / 1e9) for x in ("float32", "bfloat16")}
+  rates = {x: round(product_rate(x) / 1e9) for x in ("float32", "bfloat16")}
   return {
     "device": jax.devices()[0].device_kind,
     "processor": facts.get("model name", platform.processor()),

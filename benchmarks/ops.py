@@ -35,9 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpjax import ops
+from dpjax import layers, ops
 from dpjax.layers import attention as attention_layers
-from dpjax.layers import blocks
 from dpjax.models import language_model
 
 DROP_RATES, DRAWS = (0.0, 0.2, 0.9), 16
@@ -146,7 +145,7 @@ def plain_convolution(inputs: jax.Array, filters: jax.Array) -> jax.Array:
 def convolutions(rank: int, batch: int, length: int, width: int) -> Iterator[harness.Case]:
   functions: dict[str, Callable] = {
     name: functools.partial(ops.causal_convolution, implementation=name)
-    for name in ("toeplitz", "scan", "conv", "fft", "dft")
+    for name in ("toeplitz", "scan", "fft", "dft")
   }
   functions["default"] = ops.causal_convolution
   if ON_CPU:
@@ -272,34 +271,31 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
   mixer = functools.partial(
     attention_layers.RelativeAttention, num_heads=num_heads, max_length=length + 1
   )
-  block = functools.partial(
-    blocks.Block, make_mixer=mixer, hidden_width=hidden_width, activation="gelu"
-  )
+
+  def make_stack() -> language_model.Stack:
+    parts = mixer(), layers.FeedForward(hidden_width, "gelu"), layers.Norm(), layers.Norm()
+    return language_model.Stack(num_layers, layers.Block(*parts))
 
   class Middle(language_model.nn.Module):
     """The layers with the positions that they share."""
 
+    middle: language_model.Stack
+    relative_positions: attention_layers.SharedPositions
     sizes: tuple[int, ...] = ()
 
-    @language_model.nn.compact
     def __call__(self, x_bsd, needed):
-      positions = attention_layers.SharedPositions(num_heads, name="relative_positions")
-      layers = language_model.Stack(num_layers, block)
-      return layers(
-        x_bsd,
-        name="middle",
-        deterministic=True,
-        positions=positions,
-        sizes=self.sizes,
-        needed=needed,
-      )
+      positions = self.relative_positions(*x_bsd.shape[1:])
+      return self.middle(x_bsd, positions=positions, sizes=self.sizes, needed=needed)
+
+  def make(sizes=()):
+    return Middle(make_stack(), attention_layers.SharedPositions(num_heads), sizes)
 
   count, inputs = jnp.asarray(needed, jnp.int32), draw(batch, length + 1, width)
-  params = jax.jit(Middle().init)(jax.random.key(0), inputs[:, :2], count)
+  params = jax.jit(make().init)(jax.random.key(0), inputs[:, :2], count)
 
   def program(sizes: tuple[int, ...], size: int) -> harness.Program | str:
     def step(params, x):
-      return gradient(lambda p, x: Middle(sizes).apply(p, x, count), params, x)
+      return gradient(lambda p, x: make(sizes).apply(p, x, count), params, x)
 
     return harness.compiled(step, params, inputs[:, :size])
 

@@ -5,7 +5,7 @@
 A step is the gradient of the mean loss of a fixed batch, clipping where the paper clips, and an
 update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_models.py`, with the
 papers' dropout. Each program is a process of its own with the same parameters, batch, threads or
-GPU; ratios are to dpjax in float32. "products" is `train.products=bfloat16`, "bfloat16" of
+GPU; ratios are to dpjax in float32. "products" is `train.matmul_dtype=bfloat16`, "bfloat16" of
 dpjax `model.dtype`. PyTorch runs eagerly, compiled, and with bfloat16 by autocast. A GPU multiplies
 float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's boundaries. Parts:
 
@@ -19,7 +19,6 @@ float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's 
 
 "temporary_mib" is the compiler's plan beside parameters and Adam's moments; "grown_mib" is how much
 the process has grown since it was ready, less Adam's moments where the first step makes them.
-"utilisation" is the share of a large matrix product's rate that the step's products reach.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ SMALL = dict(vocab_size=31, num_layers=2, width=16, feed_forward_width=24)
 # Sec. 3.3 of the Dispatcher's paper; its vocabulary is Penn Treebank's.
 DISPATCHER = dict(
   model=dict(vocab_size=8_558, dropout=0.2, hidden_dropout=0.2),
-  optimizer=dict(name="adam", learning_rate=1e-4, clip_norm=0.5),
+  optimizer=dict(name="adam", learning_rate=1e-4, grad_clip_norm=0.5),
 )
 DISPATCHER_MIXERS = {
   "dispatcher": dict(name="dispatcher", level_dropout=0.2),
@@ -50,16 +49,18 @@ DISPATCHER_MIXERS = {
 }
 # Sec. 6, Table 1 of the Extractors' paper, with 2 of 18 layers.
 EXTRACTORS = dict(
-  model=dict(vocab_size=5000, num_layers=2, width=128, max_length=128, norm="pre", dropout=0.1)
+  model=dict(
+    vocab_size=5000, num_layers=2, width=128, max_length=128, norm_position="pre", dropout=0.1
+  )
   | dict(feed_forward_width=512, positions="learned", init_std=0.01, hidden_dropout=0.0),
-  optimizer=dict(name="adamw", learning_rate=1e-3, clip_norm=0.0, weight_decay=0.01),
+  optimizer=dict(name="adamw", learning_rate=1e-3, grad_clip_norm=0.0, weight_decay=0.01),
 )
 # Sec. 4.2 of the pooling paper.
 POOLING = dict(
   model=dict(mixer=dict(name="relative_attention", num_heads=8, dropout=0.1))
   | dict(vocab_size=27, num_layers=12, feed_forward_width=2048, positions="none")
   | dict(activation="gelu", init_std=0.02, norm_init_std=0.02, dropout=0.1, hidden_dropout=0.1),
-  optimizer=dict(name="adam", learning_rate=2.5e-4, clip_norm=0.25),
+  optimizer=dict(name="adam", learning_rate=2.5e-4, grad_clip_norm=0.25),
 )
 # How PyTorch computes an Extractor.
 FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
@@ -89,7 +90,7 @@ def serve_jax(settings: Mapping) -> None:
   import numpy as np
 
   from dpjax.models.build import build_boundaries, build_model
-  from dpjax.training import losses, profiling, sharding
+  from dpjax.training import losses, sharding
   from dpjax.training import step as training
   from dpjax.training.optimizer import make_optimizer
 
@@ -105,11 +106,6 @@ def serve_jax(settings: Mapping) -> None:
   batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
   batch = sharding.put_batch(batch, mesh)
   abstract = training.abstract_state(model, optimizer, 0, mesh)
-  rate = profiling.product_rate(of_model.dtype)
-  has_pooling = bool(objective.boundaries)
-  utilisation = profiling.Utilisation(
-    model, abstract.params, of_model.max_length, has_pooling, rate
-  )
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   start = time.perf_counter()
   options: dict[str, Any] = dict(objective=objective, products=settings["products"])
@@ -126,13 +122,10 @@ def serve_jax(settings: Mapping) -> None:
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     seconds = time.perf_counter() - start
-    segments = float(metrics["segments"] / metrics["rows"]) if "segments" in metrics else 0.0
-    done = utilisation.operations(segments) * text[:, 1:].size
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return {
       "seconds": seconds,
       "loss": float(metrics["nats"] / metrics["count"]),
-      "utilisation": done / seconds / rate,
       "grown_mib": harness.peak_mib() - ready if peak is None else peak / 2**20,
     }
 

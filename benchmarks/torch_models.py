@@ -298,7 +298,7 @@ class Block(nn.Module):
     self.feed_forward = FeedForward(settings)
     self.mixer_norm, self.feed_forward_norm = layer_norm(settings), layer_norm(settings)
     self.dropout = nn.Dropout(settings["dropout"])
-    self.is_post = settings["norm"] == "post"
+    self.is_post = settings["norm_position"] == "post"
 
   def forward(self, x, positions=None):
     """[B, T, D] -> [B, T, D]."""
@@ -428,7 +428,7 @@ class LanguageModel(nn.Module):
     else:
       self.layers = blocks(settings, settings["num_layers"])
       self.relative_positions = relative_positions(settings)
-    self.final_norm = layer_norm(settings) if settings["norm"] == "pre" else None
+    self.final_norm = layer_norm(settings) if settings["norm_position"] == "pre" else None
     self.logits = nn.Linear(settings["width"], settings["vocab_size"])
     embedding_init(self.logits.weight, settings)
     # Those of dpjax begin at 0, too.
@@ -451,7 +451,7 @@ class Runner:
 
   Args:
     settings: "model", of `LanguageModel`; "optimizer", with "name", "adam" or "adamw",
-      "learning_rate", "clip_norm", 0 for none, and adamw's "weight_decay"; "batch", the number
+      "learning_rate", "grad_clip_norm", 0 for none, and adamw's "weight_decay"; "batch", the number
       of rows; "device", "cpu" or "cuda"; "dtype", "float32" or "bfloat16" by autocast;
       "compile", whether by `torch.compile`.
   """
@@ -465,7 +465,7 @@ class Runner:
     model = LanguageModel(settings["model"]).to(self.device)
     self.parameters = list(model.parameters())
     optimizer = settings["optimizer"]
-    self.clip_norm = optimizer["clip_norm"]
+    self.grad_clip_norm = optimizer["grad_clip_norm"]
     kind, more = torch.optim.Adam, {"fused": True}
     if optimizer["name"] == "adamw":
       kind, more = torch.optim.AdamW, more | {"weight_decay": optimizer["weight_decay"]}
@@ -505,8 +505,8 @@ class Runner:
     self.optimizer.zero_grad()
     loss = self.loss()
     loss.backward()
-    if self.clip_norm:
-      nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+    if self.grad_clip_norm:
+      nn.utils.clip_grad_norm_(self.parameters, self.grad_clip_norm)
     self.optimizer.step()
     return loss.detach()
 

@@ -21,7 +21,7 @@ two processes, --list shows it. There are four experiments:
          margin of 2% of perplexity, or of 0.02 bits a character.
   sizes  Ours alone: the difference between variants over sizes, at equal tokens. The largest
          Dispatcher and self-attention also at a lower rate, and the authors' Dispatcher.
-  products  Ours alone, without --reference: "seeds" in float32, with train.products=bfloat16,
+  products  Ours alone, without --reference: "seeds" in float32, with train.matmul_dtype=bfloat16,
          and with model.dtype=bfloat16, from the same weights on the same batches.
 
 Models are 48 to 128 wide, with windows of 256 tokens; --small makes them, and the runs,
@@ -45,6 +45,7 @@ from typing import Any
 
 import numpy as np
 
+from dpjax import files
 from dpjax.errors import exit_on_user_error
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ LENGTH, BATCH = 256, 4
 SIZES = ((48, 3), (64, 3), (96, 4), (128, 6))  # width, layers
 SEEDS = 5
 PLATEAU_SEEDS = 8  # how long a plateau is differs far more than a loss does
-BFLOAT16 = {"products": "train.products", "dtype": "model.dtype"}  # side, setting
+BFLOAT16 = {"products": "train.matmul_dtype", "dtype": "model.dtype"}  # side, setting
 PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # of "same": the papers'
 OWN_PEAK = 1e-3  # of the others, which have few updates
 LOWER_PEAK = 3e-4  # beside it, where the Dispatcher of 6 layers rests on a plateau at OWN_PEAK
@@ -191,7 +192,7 @@ class Texts:
     train.num_steps, train.num_epochs = cell.num_steps, 0.0
     train.eval_every_steps, train.eval_every_epochs = cell.num_steps, 0.0
     train.checkpoint_every_steps = cell.num_steps
-    train.log_every_steps = train.median_every_steps = cell.num_steps
+    train.log_every_steps = cell.num_steps
     config.eval.batch_size, config.eval.stride = 8, LENGTH // 2
     if cell.side in BFLOAT16:
       config.update_from_flattened_dict({BFLOAT16[cell.side]: "bfloat16"})
@@ -225,11 +226,8 @@ class Texts:
     folder = self.work / "text8"
     text, begin = self.text8.read_text(encoding="utf-8"), 0
     for split, size in CHARACTERS.items():
-      if not (folder / f"{split}.txt").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{split}.{os.getpid()}"
-        partial.write_text(text[begin : begin + size], encoding="utf-8")
-        os.replace(partial, folder / f"{split}.txt")
+      if not (path := folder / f"{split}.txt").exists():
+        files.write_file(path, text[begin : begin + size].encode())
       begin += size
     return folder
 
@@ -334,14 +332,14 @@ class Bench:
     return {"max_length": LENGTH, **authors.settings_of(cell.name, data.tokenizer.space_ids)}
 
 
-def optimizer_of_dpjax(rate: Any, clip_norm: float) -> Any:
+def optimizer_of_dpjax(rate: Any, grad_clip_norm: float) -> Any:
   """Adam as `config.train.optimizer` builds it."""
   from dpjax.training import optimizer
 
-  return optimizer.make_optimizer("adam", rate, eps=1e-8, clip_norm=clip_norm)
+  return optimizer.make_optimizer("adam", rate, eps=1e-8, grad_clip_norm=grad_clip_norm)
 
 
-def exact_adam(rate: Any, clip_norm: float) -> Any:
+def exact_adam(rate: Any, grad_clip_norm: float) -> Any:
   """The same with 1 - b**t as PyTorch has it: b is not rounded to float32."""
   import jax
   import jax.numpy as jnp
@@ -360,7 +358,7 @@ def exact_adam(rate: Any, clip_norm: float) -> Any:
     return steps, optax.ScaleByAdamState(count, mu, nu)
 
   return optax.chain(
-    optax.clip_by_global_norm(clip_norm),
+    optax.clip_by_global_norm(grad_clip_norm),
     optax.GradientTransformation(empty.init, update),
     optax.scale_by_learning_rate(rate),
   )
@@ -385,9 +383,9 @@ def train_dpjax(
   }
   config.boundaries.update(switches.get(config.boundaries.name, {}))
   model, objective = build_model(config), losses.Objective(build_boundaries(config))
-  clip_norm = 0.5 if config.boundaries.name == "none" and config.positions != "none" else 0.25
+  grad_clip_norm = 0.5 if config.boundaries.name == "none" and config.positions != "none" else 0.25
   rates = jnp.asarray(rates, jnp.float32)
-  update = make_update(lambda k: rates[k], clip_norm)
+  update = make_update(lambda k: rates[k], grad_clip_norm)
 
   @jax.jit
   def train(state, batch, noise):

@@ -53,7 +53,7 @@ CHARACTERS = (
   "--config.data.lower_pieces=False",
   "--config.data.restrict_vocabulary=False",
 )
-BFLOAT16 = ("--config.train.products=bfloat16",)
+BFLOAT16 = ("--config.train.matmul_dtype=bfloat16",)
 ISOLATED = ("--config.data.documents=isolated", "--config.data.separator=--")
 TOKENIZERS = {
   "characters": (),
@@ -95,7 +95,7 @@ def main() -> None:
       for key, value in PARTS[part](pathlib.Path(folder)):
         record[key] = value
         print(key, str(value)[:60].replace("\n", " "), flush=True)
-  path.write_text(json.dumps(record, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def losses(folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
@@ -146,8 +146,6 @@ def parameters(folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
       boundaries = config.model.boundaries
       if "space_ids" in boundaries:
         boundaries.space_ids = (0,)
-      if boundaries.name == "unigram":
-        boundaries.end_ids = (0, 1, 2)
       tokens = jnp.zeros((2, config.model.max_length), jnp.int32)
       tree = jax.jit(build_model(config.model).init)(jax.random.key(0), tokens)["params"]
       leaves = [

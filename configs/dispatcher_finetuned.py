@@ -8,7 +8,7 @@ After the colon, separated by commas: ptb, wikitext2, wikitext103 or lm1b, the t
 
 Begins with the best parameters of the run in runs/dispatcher_openwebtext, which
 configs/dispatcher_openwebtext.py makes, tiny with those of runs/tiny_openwebtext, or of
-another one by --config.train.initial_run. Sizes and vocabulary are that run's.
+another one by --config.train.init_from. Sizes and vocabulary are that run's.
 
 WikiText-2 (4.5 MB), WikiText-103 (190 MB, unpacked 540 MB), One Billion Word (1.8 GB,
 unpacked 4.2 GB) and GPT-2's vocabulary (1.5 MB) are downloaded into data/; Penn Treebank
@@ -49,9 +49,9 @@ def get_config(variant: str = ""):
   config.data.name = TEXTS[text]
   train = config.train
   if "tiny" in words:
-    train.initial_run = "runs/tiny_openwebtext"
+    train.init_from = "runs/tiny_openwebtext"
     return config
-  train.initial_run = "runs/dispatcher_openwebtext"
+  train.init_from = "runs/dispatcher_openwebtext"
   train.learning_rate = 1e-5
   train.num_epochs = 60.0
   train.eval_every_steps = 10_000

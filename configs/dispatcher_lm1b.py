@@ -39,5 +39,5 @@ def get_config(variant: str = ""):
   config.train.eval_every_epochs = 0.0
   config.train.checkpoint_every_steps = 2_000
   if variant == "tiny":
-    config.data.max_characters = (2_000_000, 100_000, 100_000)
+    config.data.name = "lm1b_tiny"
   return config_lib.apply_variant(config, variant)

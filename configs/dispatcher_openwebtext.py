@@ -45,5 +45,5 @@ def get_config(variant: str = ""):
   config.sample.prompt = "The"
   config.sample.top_k = 40
   if variant == "tiny":
-    config.data.max_characters = (2_000_000, 100_000, 100_000)
+    config.data.name = "openwebtext_tiny"
   return config_lib.apply_variant(config, variant)

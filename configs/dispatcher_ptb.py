@@ -11,7 +11,7 @@ and --config.data.tokenizer_file.
 
 Parameters:      15.1M (the paper says 17M); 1,220,032 training tokens, vocabulary 8,558
 Hardware, hours: one GPU; 120 steps of 20 x 512 tokens an epoch, 60 epochs; 9 minutes
-                 an epoch on two CPU cores (Zen 4), 5 with train.products=bfloat16
+                 an epoch on two CPU cores (Zen 4), 5 with train.matmul_dtype=bfloat16
 Test perplexity: the paper's 35.40; ours 36.33 after 35 of 60 epochs
 """
 

@@ -24,7 +24,7 @@ copies without page marks, notes of transcribers and the like, given as data.pat
 tokenizer is a byte-level BPE.
 
 All models of one seed get the same batches in the same order, as in the paper. What it
-compares is the median training cost of each 2,000 batches: `median_loss` in metrics.jsonl.
+compares is the median training cost of each 2,000 batches: `dpjax plots --figure=curves`.
 
 Parameters:      she 42.0M, he 4.9M, we 4.6M, me 3.7M, he_extraction 4.3M, attention 4.9M;
                  9,573,959 training tokens, vocabulary 5,000
@@ -66,7 +66,7 @@ def get_config(variant: str = "she"):
   model.feed_forward_width = 512
   model.num_layers = 18
   model.max_length = 128
-  model.norm = "pre"
+  model.norm_position = "pre"
   model.positions = "learned"
   model.dropout = 0.1
   model.init_std = 0.01
@@ -76,14 +76,14 @@ def get_config(variant: str = "she"):
   config.data.tokenizer_size = 5000
 
   train = config.train
-  train.batches = "random_windows"
+  train.sampling = "random_windows"
   train.batch_size = 64
   train.num_steps = 60_000
   train.num_epochs = 0.0
   # PyTorch's default of weight decay: the paper states none.
   train.optimizer = config_lib.optimizer("adamw", weight_decay=0.01)
   train.learning_rate = 1e-3
-  train.clip_norm = 0.0
+  train.grad_clip_norm = 0.0
   train.eval_every_steps = 5_000
   train.eval_every_epochs = 0.0
   train.checkpoint_every_steps = 2_000
@@ -106,5 +106,4 @@ def get_config(variant: str = "she"):
     if mixer.startswith("attention"):
       model.mixer.num_heads = min(model.mixer.num_heads, model.width)
     model.num_layers, model.max_length = min(layers, 3), min(length, 32)
-    train.median_every_steps = 10
   return config

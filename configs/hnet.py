@@ -54,8 +54,8 @@ def get_config(variant: str = ""):
   if not {"small", "tiny"} & set(words):
     model.middle = config_lib.middle(width=384, feed_forward_width=1024)
   if "two" in words:
-    kind = config_lib.boundaries("routing", factor=2.0, weight=weight, num_capacities=4)
-    model.boundaries.update(factor=2.6, num_capacities=4)
+    kind = config_lib.boundaries("routing", factor=2.0, weight=weight, num_buckets=4)
+    model.boundaries.update(factor=2.6, num_buckets=4)
     model.middle = config_lib.middle(kind, middle=model.middle)
     for stack in (model.middle.first, model.middle.last):
       stack.update(dict(num_layers=2, mixer=outer))

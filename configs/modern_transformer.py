@@ -39,8 +39,8 @@ def get_config(variant: str = ""):
   model.feed_forward_width = 704  # two thirds of 4 * 256, as SwiGLU has three matrices
   model.num_layers = 8
   model.max_length = 256
-  model.norm = "pre"
-  model.norm_kind = "rms_norm"
+  model.norm_position = "pre"
+  model.norm_type = "rms_norm"
   model.activation = "swiglu"
   model.positions = "none"
   model.tie_embeddings = True
@@ -53,15 +53,15 @@ def get_config(variant: str = ""):
   config.data.tokenizer_size = 5000
 
   train = config.train
-  train.batches = "random_windows"
+  train.sampling = "random_windows"
   train.batch_size = 64
   train.num_steps = 10_000
   train.num_epochs = 0.0
   train.optimizer = config_lib.optimizer("adamw", b2=0.95, weight_decay=0.1)
   train.learning_rate = 1e-3
-  train.decay_mask = "matrices"
+  train.weight_decay_mask = "matrices"
   train.schedule = config_lib.schedule("cosine", warmup_steps=500, min_ratio=0.1)
-  train.clip_norm = 1.0
+  train.grad_clip_norm = 1.0
   train.eval_every_steps = 1_000
   train.eval_every_epochs = 0.0
   config.eval.batch_size = 64

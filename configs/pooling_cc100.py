@@ -9,8 +9,8 @@ Downloads the beginning of the English part of cc-100 (268 MB of 82 GB) into dat
 cleans it like text8: letters a to z, space and line end alone, in lower case, digits spelt
 out, runs of spaces collapsed. Of that the first 400M characters are for training, the 2M
 after them for validation, and the 2M after those for test. Another place by
---config.data.path, a text file or a folder with {train,valid,test}.txt, which is cleaned
-and cut in the same way.
+--config.data.path, a text file or a folder with {train,valid,test}.txt, which `python -m
+dpjax_papers.cleaning en` cleans in the same way.
 
 Model, training and what a run reports: as configs/pooling_text8.py.
 
@@ -34,4 +34,4 @@ from configs.pooling_text8 import Text
 
 
 def get_config(variant: str = ""):
-  return pooling_text8.configure(variant, {"": Text("cc100", "en")})
+  return pooling_text8.configure(variant, {"": Text("cc100_en")})

@@ -65,14 +65,9 @@ MIDDLE = {f"middle_{layers}": layers for layers in range(4, 17, 2)}
 
 
 class Text(NamedTuple):
-  """A text's name, what the paper chose for it, and how a sample begins.
-
-  Attributes:
-    language: of one that is to be cleaned; "": it is clean, and all of it is taken.
-  """
+  """A text's name, what the paper chose for it, and how a sample begins."""
 
   name: str
-  language: str = ""
   unigram_size: int = 10_000
   prior: float = 0.2
   prompt: str = "the history of"
@@ -118,7 +113,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
   model.width = 512
   model.feed_forward_width = 2048
   model.max_length = 2048
-  model.norm = "post"
+  model.norm_position = "post"
   model.positions = "none"
   model.activation = "gelu"
   model.dropout = model.hidden_dropout = 0.1
@@ -126,18 +121,14 @@ def configure(variant: str, texts: Mapping[str, Text]):
 
   config.data.name = texts[text].name
   config.data.tokenizer = "characters"
-  if texts[text].language:
-    config.data.language = texts[text].language
-    config.data.clean = True
-    config.data.max_characters = (400_000_000, 2_000_000, 2_000_000)
 
   train = config.train
-  train.batches = "shuffled_windows"
+  train.sampling = "shuffled_windows"
   train.batch_size = 8
   train.num_steps = 200_000
   train.num_epochs = 0.0
   train.learning_rate = 2.5e-4
-  train.clip_norm = 0.25
+  train.grad_clip_norm = 0.25
   train.schedule = config_lib.schedule("cosine", warmup_steps=4_000)
   train.log_every_steps = 100
   train.eval_every_steps = 10_000
@@ -161,11 +152,11 @@ def configure(variant: str, texts: Mapping[str, Text]):
 def _make_tiny(config) -> None:
   config_lib.apply_variant(config, "tiny")
   model = config.model
-  config.data.max_characters = (1_000_000, 50_000, 50_000)
+  config.data.name += "_tiny"
   config.eval.stride = model.max_length // 4
   if config_lib.is_pooled(model):
     model.first.num_layers = model.last.num_layers = 1
-  if "num_capacities" in model.boundaries:
-    model.boundaries.num_capacities = 3
+  if "num_buckets" in model.boundaries:
+    model.boundaries.num_buckets = 3
   if model.boundaries.name == "unigram":
     model.boundaries.size = 200  # even Vietnamese has fewer characters

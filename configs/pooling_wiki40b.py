@@ -19,7 +19,7 @@ lower case, digits spelt out in the language, structure markers replaced by line
 look-alike letters folded (but for Hebrew), Hebrew without diacritics, runs of spaces
 collapsed. Of that the first 400M characters of the train split are taken, and the first 2M
 of the others. Another place by --config.data.path, a text file or a folder with
-{train,valid,test}.txt, which is cleaned and cut in the same way.
+{train,valid,test}.txt, which `python -m dpjax_papers.cleaning fi` cleans in the same way.
 
 Model, training and what a run reports: as configs/pooling_text8.py.
 
@@ -43,10 +43,10 @@ from configs import pooling_text8
 from configs.pooling_text8 import Text
 
 TEXTS = {
-  "en": Text("wiki40b", "en"),
-  "fi": Text("wiki40b", "fi", unigram_size=200, prior=0.37, prompt="suomen historia"),
-  "he": Text("wiki40b", "he", unigram_size=200, prompt=""),
-  "vi": Text("wiki40b", "vi", prompt="lịch sử"),
+  "en": Text("wiki40b_en"),
+  "fi": Text("wiki40b_fi", unigram_size=200, prior=0.37, prompt="suomen historia"),
+  "he": Text("wiki40b_he", unigram_size=200, prompt=""),
+  "vi": Text("wiki40b_vi", prompt="lịch sử"),
 }
 
 

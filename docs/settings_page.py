@@ -1,9 +1,9 @@
-"""Writes the page of all settings, docs/settings.md, from the places that define them.
+"""Writes the page of all settings, docs/settings.md, from the table that defines them.
 
 python docs/settings_page.py
 
-A setting's meaning is the comment beside it in `dpjax/config/sections.py`; that of a
-component's setting is in the docstring of its class.
+A setting's meaning is in `dpjax/config/schema.py`; that of a component's setting is in the
+docstring of its class.
 """
 
 import inspect
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpjax import config as config_lib
-from dpjax import registry
-from dpjax.config import sections
+from dpjax.config import registry, schema
+from dpjax.config.registry import Setting
 
 PAGE = Path(__file__).parent / "settings.md"
 _INTRODUCTION = """# All settings
@@ -25,32 +25,14 @@ its folder.
 """
 _COMPONENTS = {
   "model.mixer": "Takes the place of self-attention. `model.first.mixer` and `model.last.mixer` "
-  "have the same settings. Several mixers take turns: `--config.model.mixer=we,attention`, and "
-  "`--config.model.mixer.1.num_heads=4` sets one of the second.",
+  "have the same settings; by default they are None, and mean `model.mixer`. Several mixers take "
+  "turns: `--config.model.mixer=we,attention`, and `--config.model.mixer.1.num_heads=4` sets one "
+  "of the second.",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
   "train.optimizer": "`adam`, `adamw`, `lion` and `sgd` are optax's.",
   "train.schedule": "Of the learning rate; `train.learning_rate` is its peak.",
 }
-_OWNERS = {"config": "", "stack": "model.first.", "section": "model."}
-_LINE = re.compile(r"^  (?: {2})?(?:\w+ = )?(\w+)\.(\w+(?:\.\w+)?) = [^#]*?(?:  # (.*))?$")
-
-
-def meanings() -> dict[str, str]:
-  """The comments on the settings in `sections.py`, by the settings' names."""
-  found, above = {}, []
-  for line in inspect.getsource(sections).splitlines():
-    if match := re.match(r"^ +# (.*)", line):
-      above.append(match[1])
-      continue
-    if match := _LINE.match(line):
-      owner, name, beside = match.groups()
-      prefix = _OWNERS.get(owner, f"{owner}.")
-      if beside or above:
-        found.setdefault(f"{prefix}{name}", beside or " ".join(above))
-    above = []
-  last = {key.replace("first", "last"): x for key, x in found.items() if "model.first" in key}
-  return found | last
 
 
 def of_docstring(component: object) -> dict[str, str]:
@@ -89,17 +71,24 @@ def _boundaries() -> Mapping[str, type]:
   return {kind.__name__: kind for kind in kinds}  # pyright: ignore
 
 
-def row(key: str, name: str, value: object, kind: str, text: str) -> str:
+def row(name: str, setting: Setting, text: str) -> str:
   """A line of a table."""
-  choices = config_lib.CHOICES.get(key)
-  known = f" One of {', '.join(f'`{x}`' for x in choices)}." if choices else ""
   if re.match(r"\w\w|a ", text):
     text = text[0].upper() + text[1:]
   text = text.rstrip(".").replace("``", "`") + "." if text else ""
-  shown = repr(value).replace("'", '"') if value != "" else '""'
-  is_free = key.startswith(config_lib.FREE_KEYS) or name in config_lib.FREE_NAMES
-  star = " \\*" if is_free else ""
-  cells = f"`{name}`{star}", kind, f"`{shown}`", (text + known).strip().replace("|", "\\|")
+  limits = ("at least", setting.minimum), ("above", setting.above)
+  limits += ("at most", setting.maximum), ("below", setting.below)
+  if ranges := ", ".join(f"{words} {limit}" for words, limit in limits if limit is not None):
+    text += f" {ranges.capitalize()}."
+  if setting.choices:
+    text += f" One of {', '.join(f'`{x}`' for x in setting.choices)}."
+  default = None if setting.default is inspect.Parameter.empty else setting.default
+  value = repr(default).replace("'", '"') if default != "" else '""'
+  type_name = (
+    setting.value_type.__name__.replace("ConfigDict", "section") + " or None" * setting.is_optional
+  )
+  star = " \\*" if setting.is_free else ""
+  cells = f"`{name}`{star}", type_name, f"`{value}`", text.strip().replace("|", "\\|")
   return f"| {' | '.join(cells)} |"
 
 
@@ -109,38 +98,33 @@ def table(rows: list[str]) -> str:
 
 
 def page() -> str:
-  """The whole page."""
-  said, flat, parts = meanings(), config_lib.flatten(config_lib.default()), [_INTRODUCTION]
-  held = tuple(f"{key}." for key in config_lib.COMPONENTS)
+  """The full page."""
+  config, parts = config_lib.default(), [_INTRODUCTION]
+  components = tuple(f"{key}." for key in schema.component_keys(config))
+  settings = {
+    key: setting
+    for key, _, setting in config_lib.walk(config)
+    if not f"{key}.".startswith(components)
+  }
   for section in ("model", "data", "train", "eval", "sample", ""):
     rows = [
-      row(key, key.removeprefix(f"{section}."), value, _kind(value), said.get(key, ""))
-      for key, value in flat.items()
-      if (key.startswith(f"{section}.") if section else "." not in key) and not key.startswith(held)
+      row(key.removeprefix(f"{section}."), setting, setting.meaning)
+      for key, setting in settings.items()
+      if (key.startswith(f"{section}.") if section else "." not in key)
     ]
     parts.append(f"## {section or 'The rest'}\n\n{table(rows)}\n")
   for key, about in _COMPONENTS.items():
-    known = config_lib.COMPONENTS[key]
+    components = schema.component_keys(config)[key].components
     parts.append(f"## {key}\n\n{about}\n")
-    for name in known.names():
-      component = known.component(name)
+    for name in components.names():
+      component = components.component(name)
       first = (inspect.getdoc(component) or "").split("\n\n")[0].replace("\n", " ")
       rows = [
-        row(
-          f"{key}.{x}",
-          x,
-          None if y.default is inspect.Parameter.empty else y.default,
-          f"{y.kind.__name__}{' or None' if y.is_optional else ''}",
-          meaning(component, x),  # pyright: ignore
-        )
-        for x, y in known.settings(name).items()
+        row(x, setting, meaning(component, x))  # pyright: ignore
+        for x, setting in components.settings(name).items()
       ]
       parts.append(f"### {name}\n\n{first}\n" + (f"\n{table(rows)}\n" if rows else ""))
   return "\n".join(parts)
-
-
-def _kind(value: object) -> str:
-  return "section or None" if value is None else type(value).__name__
 
 
 if __name__ == "__main__":

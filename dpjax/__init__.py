@@ -21,16 +21,14 @@ if TYPE_CHECKING:
   from dpjax import testing as testing
   from dpjax import text as text
   from dpjax import training as training
-  from dpjax.analysis import complexity as complexity
   from dpjax.analysis import plots as plots
   from dpjax.analysis import segmentation as segmentation
-  from dpjax.analysis import significance as significance
+  from dpjax.config.registry import register_boundaries as register_boundaries
+  from dpjax.config.registry import register_mixer as register_mixer
+  from dpjax.config.registry import register_optimizer as register_optimizer
+  from dpjax.config.registry import register_schedule as register_schedule
   from dpjax.errors import UserError as UserError
   from dpjax.models.build import build_model as build_model
-  from dpjax.registry import register_boundaries as register_boundaries
-  from dpjax.registry import register_mixer as register_mixer
-  from dpjax.registry import register_optimizer as register_optimizer
-  from dpjax.registry import register_schedule as register_schedule
   from dpjax.run import load as load
   from dpjax.run import train as train
 else:

@@ -19,10 +19,7 @@ COMMANDS = {
   "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
-  "significance": ("dpjax.analysis.significance", "compare the scores of two groups of runs"),
-  "complexity": ("dpjax.analysis.complexity", "count a mixer's operations and parameters"),
   "compile": ("dpjax.analysis.compile", "tell what a training step takes of a GPU or TPU"),
-  "probes": ("dpjax.probes.training", "find how far back mixers, or a run, recall"),
   "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
 }
 

@@ -16,16 +16,16 @@ class UserError(ValueError):
   """
 
 
-def unknown(key: str, known: Iterable[str], got: Any, note: str = "") -> UserError:
-  """The error for a name that is none of those known; it names the nearest, if one is near."""
-  known = list(known)
-  near = difflib.get_close_matches(str(got), known, n=1)
+def unknown(key: str, names: Iterable[str], got: Any, note: str = "") -> UserError:
+  """The error for a value that is none of `names`; it suggests the nearest, if one is near."""
+  names = list(names)
+  near = difflib.get_close_matches(str(got), names, n=1)
   hint = f"; did you mean {near[0]}?" if near else ""
-  names = ", ".join(name or repr(name) for name in known)
-  return UserError(f"{key}: expected one of {names}, got {got or repr(got)}{hint}{note}")
+  choices = ", ".join(name or repr(name) for name in names)
+  return UserError(f"{key}: expected one of {choices}, got {got or repr(got)}{hint}{note}")
 
 
-def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserError:
+def unknown_setting(key: str, names: Iterable[str], owner: str = "") -> UserError:
   """The error for a setting that does not exist; it names the nearest ones that do.
 
   These are up to three whose initials have the letters in order, as `learning_rate` has those of
@@ -36,9 +36,9 @@ def unknown_setting(key: str, known: Iterable[str], owner: str = "") -> UserErro
     initials = iter([word[:1] for word in name.rpartition(".")[2].split("_")])
     return all(letter in initials for letter in key.rpartition(".")[2])
 
-  known = list(known)
-  near = difflib.get_close_matches(key, filter(abbreviates, known), n=3, cutoff=0.0)
-  near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+  names = list(names)
+  near = difflib.get_close_matches(key, filter(abbreviates, names), n=3, cutoff=0.0)
+  near = near or difflib.get_close_matches(key, names, n=1, cutoff=0.0)
   verb = "are" if len(near) > 1 else "is"
   hint = f"; the nearest known {verb} {', '.join(near)}" if near else ""
   expected = f"a setting of {owner}" if owner else "a known setting"
@@ -52,7 +52,7 @@ def not_writable(key: str, folder: Any, error: Any) -> UserError:
 
 
 class Interrupted(Exception):  # noqa: N818
-  """The run was asked to stop, by a signal or `should_stop` (None), and has saved a checkpoint."""
+  """A signal, or `should_stop` (None), stopped the run, which has saved a checkpoint."""
 
   def __init__(self, step: int, num_steps: int, signal: int | None = None):
     super().__init__(f"Stopped at step {step} of {num_steps}, which is saved.")
@@ -63,7 +63,7 @@ class Interrupted(Exception):  # noqa: N818
 def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   """Turns errors that users can correct into one message and exit status 1.
 
-  These are a `UserError`, an `OSError` that names a file, a full disk, and too little memory. The
+  These are a `UserError`, an `OSError` that names a file, a full disk, and no memory. The
   environment variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its
   signal, so that a scheduler does not take the run for complete, and Ctrl-C with 130. `flags` get
   two dashes at a message's beginning.
@@ -74,7 +74,7 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
     import jax
 
     if jax.process_index() == 0:
-      print(f"{error} The same command goes on from there.", flush=True)
+      print(f"{error} The same command resumes the run.", flush=True)
     sys.exit(1 if error.signal is None else 128 + error.signal)
   except KeyboardInterrupt:
     sys.stdout.flush()
@@ -98,9 +98,8 @@ def _message(error: Exception) -> str | None:
   is_full = isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
   if not is_full and not isinstance(error, MemoryError):
     return None
-  (what, *_) = str(error).splitlines() or [type(error).__name__]
+  (reason, *_) = str(error).splitlines() or [type(error).__name__]
   return (
-    f"memory: expected enough of it, got: {what[:200]} Less is needed with a smaller "
-    "train.batch_size, more train.accumulate_steps or model.remat in training; with a "
-    "smaller eval.batch_size, or --num_samples, afterwards; and with a smaller model"
+    f"Out of memory: {reason[:200]} (try a smaller train.batch_size, eval.batch_size, "
+    "--num_samples or model, more train.grad_accum_steps, or model.remat)"
   )

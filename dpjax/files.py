@@ -1,4 +1,4 @@
-"""Small files, read within a limit; files and folders written completely or not at all; locks."""
+"""Files: opened only if regular, written completely or not at all, locked."""
 
 import contextlib
 import glob
@@ -18,41 +18,40 @@ from filelock import lock_descriptor
 
 from dpjax.errors import UserError, not_writable
 
-MOST_BYTES = 2**27
+MAX_BYTES = 2**27  # of a file that is read at once
 RECORD = "data.json"  # of a folder that `build_once` built
 PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
 
 
+def check_plain(path: Path) -> None:
+  """A `UserError` for a folder, a pipe, which would wait, or a device, which may never end."""
+  if not stat.S_ISREG(path.stat().st_mode):
+    raise UserError(f"{path}: expected a plain file, got a folder, a device or a pipe")
+
+
 def open_plain(path: str | Path, mode: str = "rb", **options: Any) -> Any:
-  """Opens a file as `open` does, but no pipe, which would wait, and no device, which may never end.
+  """Opens a regular file as `open` does; the only way to open a file whose name users chose.
 
   Raises:
-    UserError: it is a folder, device or pipe; or is to be written and has a second name, a hard
-      link, by which another file would change.
+    UserError: see `check_plain`; or it is to be written and has a second name, a hard link, by
+      which another file would change.
     OSError: it cannot be opened.
   """
   path = Path(path)
   with contextlib.suppress(FileNotFoundError):
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-      raise UserError(f"{path}: expected a plain file, got a folder, a device or a pipe")
-    if about.st_nlink > 1 and mode != "rb":
+    check_plain(path)
+    if mode != "rb" and path.stat().st_nlink > 1:
       got = "got a hard link to another file; put a copy in its place"
       raise UserError(f"{path}: expected a file to write to, {got}")
   return path.open(mode, **options)
 
 
 def read_file(path: str | Path) -> bytes:
-  """The content of a file.
-
-  Raises:
-    ValueError: it is a folder, device or pipe, or has more than `MOST_BYTES`.
-    OSError: it cannot be read.
-  """
+  """The content of a file; raises as `open_plain`, and a `ValueError` above `MAX_BYTES`."""
   with open_plain(path) as file:
-    if os.fstat(file.fileno()).st_size > MOST_BYTES:
-      raise ValueError(f"more than {MOST_BYTES:,} bytes")
+    if os.fstat(file.fileno()).st_size > MAX_BYTES:
+      raise ValueError(f"more than {MAX_BYTES:,} bytes")
     return file.read()
 
 
@@ -128,15 +127,15 @@ def temporary(path: Path) -> Iterator[IO[bytes]]:
   for _ in left_beside(path):
     pass
   with contextlib.ExitStack() as stack:
-    is_there = False
-    while not is_there:
-      mine = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
-      file = mine.open("xb")
-      stack.callback(mine.unlink, missing_ok=True)
+    exists = False
+    while not exists:
+      new = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
+      file = new.open("xb")
+      stack.callback(new.unlink, missing_ok=True)
       stack.enter_context(file)
-      with contextlib.suppress(OSError):  # There are no locks, by which nothing is removed either.
+      with contextlib.suppress(OSError):  # Without locks, nothing is removed either.
         lock_descriptor(file.fileno())
-      is_there = mine.exists()  # Else another process removed it before it was locked.
+      exists = new.exists()  # Otherwise another process removed it before it was locked.
     yield file
 
 
@@ -159,7 +158,7 @@ def check_there(file: IO, path: Path) -> None:
       return
   raise UserError(
     f"workdir: expected the folder where training started, got {path.parent}, which is gone; the "
-    "same command begins anew"
+    "same command starts again"
   )
 
 
@@ -170,10 +169,10 @@ def sync(*opened: IO) -> None:
     os.fsync(file.fileno())
 
 
-def checksum(path: Path, kind: str = "sha256") -> str:
+def checksum(path: Path, algorithm: str = "sha256") -> str:
   """The checksum of a file, as hexadecimal digits."""
   with open_plain(path) as file:
-    return hashlib.file_digest(file, kind).hexdigest()
+    return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def try_lock(file: IO, *, wait: bool = False) -> bool:
@@ -197,7 +196,7 @@ def build_once(
   For a folder text8 there are
 
     text8/            the complete folder with its record, data.json
-    text8.partial/    the unfinished folder, perhaps of a process that was killed: built anew,
+    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again,
                       or continued by `build` where that had written a file `PROGRESS`
     text8.lock        locked by the process that builds it; stays, and is empty
 
@@ -234,12 +233,12 @@ def build_once(
 def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
   """The record of a folder; {} if it is missing, incomplete or built from other inputs."""
   record = read_json(folder / RECORD)
-  made = record.get("files")
-  if not isinstance(made, dict) or any(record.get(key) != x for key, x in inputs.items()):
+  sizes = record.get("files")
+  if not isinstance(sizes, dict) or any(record.get(key) != x for key, x in inputs.items()):
     return {}
-  sizes = {folder / name: size for name, size in made.items()}
-  is_whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-  return record if is_whole else {}
+  paths = {folder / name: size for name, size in sizes.items()}
+  is_complete = all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+  return record if is_complete else {}
 
 
 @contextlib.contextmanager

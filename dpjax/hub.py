@@ -13,19 +13,11 @@ from typing import Any
 from dpjax.errors import UserError
 
 PREFIX = "hf://"
-_LOGIN = "HF_TOKEN or `hf auth login` gives a token"
-# Errors of the library, those of a narrower class first.
-_SAID = {
-  "RevisionNotFoundError": "none of this revision",
-  "GatedRepoError": "a gated one, whose page says how to get access",
-  "RepositoryNotFoundError": f"none that is public (for a private one, {_LOGIN})",
-  "LocalEntryNotFoundError": "no connection, and no copy in the cache",
-}
 
 
-def is_address(place: Any) -> bool:
-  """Whether a place is a model at the Hub."""
-  return isinstance(place, str) and place.startswith(PREFIX)
+def is_address(path: Any) -> bool:
+  """Whether a path is a model at the Hub."""
+  return isinstance(path, str) and path.startswith(PREFIX)
 
 
 def split_address(address: str) -> tuple[str, str | None]:
@@ -38,7 +30,7 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def one_line(key: str, expected: str = "a repository that can be read") -> Iterator[None]:
-  """Turns errors of `huggingface_hub` into a `UserError`; those of the disk stay."""
+  """Turns errors of `huggingface_hub` into a `UserError` of one line; those of the disk stay."""
   from huggingface_hub import utils
 
   try:
@@ -46,18 +38,11 @@ def one_line(key: str, expected: str = "a repository that can be read") -> Itera
   except Exception as error:  # Of several libraries.
     if isinstance(error, OSError) and error.errno:
       raise
-    is_local = isinstance(error, utils.LocalEntryNotFoundError)
-    is_refused = is_local and isinstance(error.__cause__, utils.HfHubHTTPError)
-    # The server's answer is behind a failed upload, or a copy that is not there either.
-    cause = (is_refused or type(error) is RuntimeError) and error.__cause__ or error
-    said = " ".join(str(cause).split()).rstrip(".")
-    known = next((name for name in _SAID if isinstance(cause, getattr(utils, name))), "")
-    status = getattr(getattr(cause, "response", None), "status_code", 0)
-    if known:
-      said = _SAID[known]
-    elif status in (401, 403):
-      said = f"a refusal ({status}) of the token, or of none ({_LOGIN})"
-    raise UserError(f"{key}: expected {expected}, got {said}") from error
+    # The server's answer is behind a failed upload, or a copy that is also missing.
+    wraps = type(error) is RuntimeError or isinstance(error, utils.LocalEntryNotFoundError)
+    is_answer = wraps and isinstance(error.__cause__, utils.HfHubHTTPError)
+    reason = " ".join(str(error.__cause__ if is_answer else error).split())
+    raise UserError(f"{key}: expected {expected}, got {reason}") from error
 
 
 def download(address: str, names: Sequence[str]) -> Path:
@@ -70,14 +55,15 @@ def download(address: str, names: Sequence[str]) -> Path:
 
   repository, revision = split_address(address)
   with one_line(address):
-    found = snapshot_download(
-      repository, revision=revision, allow_patterns=[*names], library_name="dpjax"
+    return Path(
+      snapshot_download(
+        repository, revision=revision, allow_patterns=[*names], library_name="dpjax"
+      )
     )
-  return Path(found)
 
 
 def check_fetched(address: str, missing: Sequence[str]) -> None:
-  """A `UserError` if files are missing in the cache alone, since the Hub cannot be asked."""
+  """A `UserError` if files are only missing in the cache, since the Hub cannot be reached."""
   from huggingface_hub import HfApi
 
   repository, revision = split_address(address)
@@ -86,7 +72,7 @@ def check_fetched(address: str, missing: Sequence[str]) -> None:
   except Exception as error:  # Of several libraries.
     command = f"hf download {repository}{f' --revision {revision}' if revision else ''}"
     raise UserError(
-      f"{address}: expected it whole in the cache where there is no connection, got one without "
+      f"{address}: expected a complete copy in the cache without a connection, got one without "
       f"{', '.join(missing)}; `{command}` fetches it, online"
     ) from error
 
@@ -97,7 +83,7 @@ def upload(folder: Path, address: str, names: Sequence[str], *, private: bool = 
   A revision is a branch, made if missing.
 
   Raises:
-    UserError: the model cannot be written, or is public where `private` is asked for.
+    UserError: the model cannot be written, or is public although `private` is set.
   """
   from huggingface_hub import HfApi
 

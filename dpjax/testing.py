@@ -12,7 +12,8 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from dpjax.layers.blocks import Block
+from dpjax.layers.block import Block, FeedForward
+from dpjax.layers.common import Norm
 from dpjax.layers.mixer import check_input, takes_starts
 from dpjax.models.stack import Stack
 from dpjax.ops import checks
@@ -64,7 +65,7 @@ def check_mixer(
   for name in names:
     checks.choice("relations", name, RELATIONS)
   if isinstance(make, tuple):
-    make = partial(_LayersInTurn, make)
+    make = partial(_make_in_turn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in names:
@@ -79,36 +80,40 @@ def check_mixer(
 class _LayersInTurn(nn.Module):
   """A stack of one layer more than it has mixers, as a mixer."""
 
-  make_mixers: tuple[Callable[..., nn.Module], ...]
+  layers: Stack
+  positions: nn.Module | None
   max_length: int
-  dtype: jnp.dtype = jnp.float32
+  dtype: jnp.dtype
 
-  @nn.compact
   def __call__(
     self, inputs, *, deterministic=True, cache=None, lengths=None, document_starts=None
   ) -> Any:
     inputs = check_input(
       inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
     )
-    sharing = [x for x in self.stack.make_mixers() if hasattr(x, "make_positions")]
-    positions = sharing[0].make_positions()(name="positions") if sharing else None
-    named: dict[str, Any] = dict(name="layers", positions=positions)
+    shared = None
+    if self.positions is not None:
+      length = inputs.shape[1] if cache is None else self.layers.num_distances
+      shared = self.positions(length, inputs.shape[2], deterministic=deterministic)
     if cache is not None:
-      return self.stack.with_caches(inputs.shape[2], **named)(inputs, cache, lengths)
-    return self.stack(inputs, deterministic=deterministic, document_starts=document_starts, **named)
+      return self.layers.step(inputs, cache, lengths, positions=shared)
+    options: Any = dict(deterministic=deterministic, document_starts=document_starts)
+    return self.layers(inputs, positions=shared, **options)
 
   def init_cache(self, batch: int, width: int) -> tuple:
-    return self.stack.init_cache(batch, width)
+    return self.layers.init_cache(batch, width)
 
-  @property
-  def stack(self) -> Stack:
-    frame: dict[str, Any] = dict(hidden_width=7, norm="pre", activation="gelu", dtype=self.dtype)
-    blocks = []
-    for make in self.make_mixers:
-      make = partial(make, max_length=self.max_length)
-      typed = partial(make, dtype=self.dtype) if hasattr(make(parent=None), "dtype") else make
-      blocks.append(partial(Block, make_mixer=typed, **frame))
-    return Stack(len(blocks) + 1, tuple(blocks))
+
+def _make_in_turn(make_mixers, max_length: int, dtype: Any = jnp.float32) -> _LayersInTurn:
+  def make_block(make):
+    make = partial(make, max_length=max_length)
+    mixer = make(dtype=dtype) if hasattr(make(), "dtype") else make()
+    norms = Norm(dtype=dtype), Norm(dtype=dtype)
+    return Block(mixer, FeedForward(7, "gelu", dtype=dtype), *norms, is_pre_norm=True)
+
+  stack = Stack.in_turn(len(make_mixers) + 1, [partial(make_block, make) for make in make_mixers])
+  shared = [x.make_positions()() for x in stack.mixers if hasattr(x, "make_positions")]
+  return _LayersInTurn(stack, shared[0] if shared else None, max_length, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +430,7 @@ def _has(case: _Case, name: str) -> bool:
 
 
 def _mixers(module: Any) -> list[Any]:
-  return module.stack.make_mixers() if isinstance(module, _LayersInTurn) else [module]
+  return module.layers.mixers if isinstance(module, _LayersInTurn) else [module]
 
 
 RELATIONS: dict[str, Callable[[_Case], None]] = {

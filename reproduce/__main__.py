@@ -28,8 +28,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from dpjax import run as run_lib
 from dpjax.commands import flags as command_line
 from dpjax.config import ConfigDict
@@ -39,46 +37,70 @@ from reproduce import papers, scales
 from reproduce import report as report_lib
 from reproduce import rows as rows_lib
 
-flags.adopt_module_key_flags(command_line)
-_SCALE = flags.DEFINE_enum("scale", "paper", scales.SCALES, "the size of models, texts and runs")
-_SEEDS = flags.DEFINE_list("seeds", ["0"], "the seeds of each row, with commas between them")
-_ROWS = flags.DEFINE_list("rows", [], "rows to train, in this order; without, all of the tables'")
-_MINUTES = flags.DEFINE_float(
-  "minutes",
-  0.0,
-  "the time limit, 0 for none. Runs in the reports of --out are kept. The time of other runs is "
-  "estimated from their first updates, and one that needs more than is left is stopped and listed",
-  lower_bound=0.0,
-)
-_DATA = flags.DEFINE_string(
-  "data",
-  "",
-  "a folder of texts, each a folder or .txt file by its corpus's name (with _LANGUAGE, where it "
-  "has several; the name of a stand-in goes on after that), and of vocabularies in its folder "
-  "vocabularies; or a folder that --tokenize made; empty: what is missing is downloaded into data/",
-)
-_TOKENIZE = flags.DEFINE_string(
-  "tokenize", "", "a folder for the tokens of the rows, to use as --data elsewhere; trains nothing"
-)
-_RUNS = flags.DEFINE_string("runs", "runs/reproduce", "where the runs' folders are made")
-_OUT = flags.DEFINE_string("out", "results/reproduce", "where the reports are written")
+
+class _Options(NamedTuple):
+  """The arguments of the command."""
+
+  scale: str
+  seeds: list[str]
+  rows: list[str]
+  minutes: float
+  data: str
+  tokenize: str
+  runs: str
+  out: str
 
 
-def main(names: str) -> None:
-  """Trains what the flags name, and prints the reports."""
-  end = time.perf_counter() + 60 * _MINUTES.value if _MINUTES.value else math.inf
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser("reproduce", __doc__)
+  about = "the size of models, texts and runs"
+  parser.add_argument("--scale", choices=scales.SCALES, default="paper", help=about)
+  about = "the seeds of each row, with commas between them"
+  parser.add_argument("--seeds", type=_words, default=["0"], help=about)
+  about = "rows to train, in this order; without, all of the tables'"
+  parser.add_argument("--rows", type=_words, default=[], help=about)
+  about = """the time limit, 0 for none. Runs in the reports of --out are kept. The time of other
+  runs is estimated from their first updates; one that needs more than is left is stopped and
+  listed"""
+  parser.add_argument("--minutes", type=_minutes, default=0.0, help=about)
+  about = """a folder of texts, each a folder or .txt file by its corpus's name (the name of a
+  stand-in goes on after that), and of vocabularies in its folder vocabularies; or a folder that
+  --tokenize made; empty: what is missing is downloaded into data/"""
+  parser.add_argument("--data", type=command_line.path, default="", help=about)
+  about = "a folder for the tokens of the rows, to use as --data elsewhere; trains nothing"
+  parser.add_argument("--tokenize", type=command_line.path, default="", help=about)
+  for name, about in (("runs", "the runs' folders"), ("out", "the reports")):
+    folder = "runs/reproduce" if name == "runs" else "results/reproduce"
+    about = f"where {about} are written"
+    parser.add_argument(f"--{name}", type=command_line.path, default=folder, help=about)
+  return parser
+
+
+def _words(text: str) -> list[str]:
+  return [word for word in text.split(",") if word]
+
+
+def _minutes(text: str) -> float:
+  if not 0 <= (minutes := float(text)) < math.inf:
+    raise ValueError
+  return minutes
+
+
+def main(names: str, options: _Options) -> None:
+  """Trains what the options name, and prints the reports."""
+  end = time.perf_counter() + 60 * options.minutes if options.minutes else math.inf
   tables = papers.find(names)
-  rows = papers.select(tables, _ROWS.value)
-  if not all(seed.isdecimal() for seed in _SEEDS.value) or not _SEEDS.value:
-    raise UserError(f"seeds: expected integers of at least 0, got {','.join(_SEEDS.value)}")
-  if _DATA.value and not Path(_DATA.value).is_dir():
-    raise UserError(f"data: expected a folder of texts, got {_DATA.value}")
-  if _TOKENIZE.value:
+  rows = papers.select(tables, options.rows)
+  if not all(seed.isdecimal() for seed in options.seeds) or not options.seeds:
+    raise UserError(f"seeds: expected integers of at least 0, got {','.join(options.seeds)}")
+  if options.data and not Path(options.data).is_dir():
+    raise UserError(f"data: expected a folder of texts, got {options.data}")
+  if options.tokenize:
     for table, row in rows:
-      _tokenize(_Job(table, row, 0), Path(_TOKENIZE.value))
+      _tokenize(_Job(table, row, 0, options), Path(options.tokenize))
     return
-  reports = {table.name: _report(table) for table in tables}
-  runs = [_Job(table, row, int(seed)) for table, row in rows for seed in _SEEDS.value]
+  reports = {table.name: _report(table, options) for table in tables}
+  runs = [_Job(table, row, int(seed), options) for table, row in rows for seed in options.seeds]
   entries = [reports[job.table.name]["rows"][job.row.name]["runs"] for job in runs]
   missing = []
   for i, (job, entry) in enumerate(zip(runs, entries, strict=True)):
@@ -91,7 +113,7 @@ def main(names: str) -> None:
     entry[str(job.seed)] = _train(job, entry, end, next(following, None))
     if "left_out" in entry[str(job.seed)]:
       missing.append(f"{job.row.name}, seed {job.seed}")
-    _write(job.table, reports[job.table.name])
+    _write(job.table, reports[job.table.name], options)
   for table in tables:
     print("\n" + report_lib.markdown(table, reports[table.name]))
   if missing:
@@ -104,22 +126,24 @@ class _Job(NamedTuple):
   table: papers.Table
   row: papers.Row
   seed: int
+  options: _Options
 
   def configure(self) -> tuple[ConfigDict, Path]:
     """The configuration of the run and its folder; a `UserError` without its text."""
-    config = scales.configure(self.row.config, _SCALE.value)
+    options = self.options
+    config = scales.configure(self.row.config, options.scale)
     config.seed = self.seed
-    text, path = scales.find_text(config, _DATA.value)
+    text, path = scales.find_text(config, options.data)
     if path is not None:
       config.data.path = str(path.resolve())
-      config.data.manual_dir = str(Path(_DATA.value, "vocabularies"))
-      config.data.language = config.data.language if config.data.clean else ""
-    config.data.data_dir = str(Path(_RUNS.value, "data"))
+      config.data.manual_dir = str(Path(options.data, "vocabularies"))
+    config.data.data_dir = str(Path(options.runs, "data"))
+    scales.cut(config, options.scale)
     for row in self.table.rows:
       if row.name == self.row.after:
-        config.train.initial_run = str(self._replace(row=row).configure()[1].resolve())
+        config.train.init_from = str(self._replace(row=row).configure()[1].resolve())
     slug = self.row.config.removeprefix("configs/").replace(".py", "").replace(":", "_")
-    return config, Path(_RUNS.value, _SCALE.value, text, slug, f"seed_{self.seed}")
+    return config, Path(options.runs, options.scale, text, slug, f"seed_{self.seed}")
 
 
 def _has_result(job: _Job, entry: Mapping[str, Any]) -> bool:
@@ -159,7 +183,7 @@ def _train(
 def _tokenize(job: _Job, folder: Path) -> None:
   """Copies the tokens of a run into FOLDER/TEXT/TOKENIZER, unless they are there."""
   config, workdir = job.configure()
-  text, _ = scales.find_text(config, _DATA.value)
+  text, _ = scales.find_text(config, job.options.data)
   target = folder / text / scales.tokens_name(config)
   if not target.exists():
     partial = target.with_name(target.name + ".partial")
@@ -169,18 +193,18 @@ def _tokenize(job: _Job, folder: Path) -> None:
   print(f"{job.row.name}: {target}", flush=True)
 
 
-def _report(table: papers.Table) -> dict[str, Any]:
+def _report(table: papers.Table, options: _Options) -> dict[str, Any]:
   """A report without runs, or with --minutes the one that is there."""
-  before = read_json(_path(table)).get("rows", {}) if _MINUTES.value else {}
+  before = read_json(_path(table, options)).get("rows", {}) if options.minutes else {}
   return {
     "table": table.name,
     "source": table.source,
-    "scale": _SCALE.value,
+    "scale": options.scale,
     "command": " ".join(["python", *sys.orig_argv[1:]]),
     "rows": {
       row.name: {
         "config": row.config,
-        "changes": scales.changes(row.config, _SCALE.value),
+        "changes": scales.changes(row.config, options.scale),
         "paper": dict(row.paper),
         "runs": before.get(row.name, {}).get("runs", {}),
       }
@@ -189,22 +213,24 @@ def _report(table: papers.Table) -> dict[str, Any]:
   }
 
 
-def _path(table: papers.Table) -> Path:
-  return Path(_OUT.value, f"{table.name}_{_SCALE.value}.json")
+def _path(table: papers.Table, options: _Options) -> Path:
+  return Path(options.out, f"{table.name}_{options.scale}.json")
 
 
-def _write(table: papers.Table, report: Mapping[str, Any]) -> None:
-  path = _path(table)
+def _write(table: papers.Table, report: Mapping[str, Any], options: _Options) -> None:
+  path = _path(table, options)
   path.parent.mkdir(parents=True, exist_ok=True)
   write_json(path, json.loads(json.dumps(report)))
   path.with_suffix(".md").write_text(report_lib.markdown(table, report), encoding="utf-8")
 
 
 if __name__ == "__main__":
-  if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-    if not {"--help", "--helpfull", "-h"} & {*sys.argv}:
-      sys.exit("TABLE: expected a name or all as the first word, got none; --help has more")
-    command_line.start(lambda _: None)
-  else:
-    table_names = sys.argv.pop(1)
-    command_line.start(lambda _: main(table_names))
+  is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+  if not is_named and not {"--help", "-h"} & {*sys.argv}:
+    sys.exit("TABLE: expected a name or all as the first word, got none; --help has more")
+  table_names = sys.argv.pop(1) if is_named else ""
+
+  def _main(options: Any) -> None:
+    main(table_names, _Options(*(getattr(options, name) for name in _Options._fields)))
+
+  command_line.start(_parser(), _main)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from dpjax.analysis import significance
+from dpjax_papers import significance
 from reproduce import papers
 
 
@@ -61,5 +61,5 @@ def _test(table: papers.Table, report: Mapping[str, Any], row: papers.Row) -> st
   if len(common) < 2 or bases[0] is row:
     return "-"
   ours, theirs = ({seed: x[seed] for seed in common} for x in (ours, theirs))
-  difference, p = significance.compare(ours, theirs)
-  return f"{difference:+.3f}, p = {p:.3f}"
+  test = significance.compare(ours, theirs)
+  return f"{test.difference:+.3f}, p = {test.p:.3f}"

@@ -67,7 +67,7 @@ class Plan:
   def compile(self) -> None:
     """Compiles an update into JAX's persistent cache."""
     model = build.build_model(self.config.model)
-    trainer = training.make_trainer(self.config, model, self.num_steps)
+    trainer = training.make_step_spec(self.config, model, self.num_steps)
     mesh = sharding.make_mesh()
     state, batch = trainer.abstract_state(mesh), self.batches.batch(0)
     size = trainer.capacity(batch)
@@ -151,8 +151,7 @@ def train(
     clock = Clock(end, plan, done, compile_following)
     run, found = run_lib.train(config, folder, should_stop=clock)
     losses = runs_lib.read_losses(folder)
-    every = min(config.train.median_every_steps, len(losses))
-    found["median_cost"] = runs_lib.last_median(losses, every)
+    found["median_cost"] = runs_lib.last_median(losses, median_every(losses))
     if AUTHORS in scores:
       with contextlib.suppress(UserError):  # of a text that is too short for ten rows
         found[AUTHORS] = authors_perplexity(run)
@@ -196,7 +195,7 @@ def _compile(following: Callable[[], Plan | None]) -> None:
 def describe(config: ConfigDict) -> dict[str, Any]:
   """The settings, the device, the precision of products and the versions."""
   device = jax.devices()[0]
-  products = config.train.products
+  products = config.train.matmul_dtype
   if device.platform == "gpu" and products == "float32":
     products = jax.config.values["jax_default_matmul_precision"] or "float32, as TF32"
   versions = {x: sys.modules[x].__version__ for x in ("jax", "flax", "optax")}
@@ -208,10 +207,17 @@ def describe(config: ConfigDict) -> dict[str, Any]:
   }
 
 
+def median_every(losses: Any) -> int:
+  """The updates in a median: 2,000, as in the Extractors' paper, or a fifth of a short run."""
+  return max(1, min(2000, len(losses) // 5))
+
+
 def curve(folder: Path) -> dict[str, Any]:
-  """The costs of a run by update: `POINTS` means, the medians and validation, in nats per token."""
+  """The costs of a run by update: `POINTS` means, and validation, in nats per token."""
   losses, logged = runs_lib.read_losses(folder), runs_lib.read_scores(folder)
   every = max(1, len(losses) // POINTS)
+  window = median_every(losses)
+  medians = map(float, runs_lib.medians(losses, window))
   parts = (losses[i : i + every] for i in range(0, len(losses), every))
 
   def rounded(values: Mapping[int, float]) -> dict[str, float]:
@@ -220,7 +226,7 @@ def curve(folder: Path) -> dict[str, Any]:
   return {
     "every": every,
     "loss": [round(statistics.fmean(map(float, part)), 4) for part in parts],
-    "median_loss": rounded(logged.get("train/median_loss", {})),
+    "median_loss": rounded({window * i: x for i, x in enumerate(medians, 1)}),
     "valid": rounded(logged.get("valid/nats_per_token", {})),
   }
 

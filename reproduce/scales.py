@@ -1,7 +1,8 @@
 """The papers' experiments as they are, or made small.
 
 paper  as configs/ has it
-cpu    a small model and few steps on the same text: minutes on a processor
+cpu    a small model and few steps on the same text: minutes on a processor. Validation and test
+       are the first 60,000 characters
 tiny   a few steps on Python's own manual: seconds, to see that all of it works
 
 What a figure varies stays as it is: windows, layers, heads, boundaries. Numbers of the two
@@ -10,22 +11,24 @@ reduced scales are not to be compared with a paper's.
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
-from dpjax.data import catalog
+from dpjax.data import corpus as corpus_lib
 from dpjax.errors import UserError
+from dpjax_papers import corpora as corpora  # registers the papers' corpora
 
 SCALES = ("tiny", "cpu", "paper")
 # What says where things lie or what is shown, and changes no number.
 _FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "sample.")
-_FREE += ("train.initial_run", "train.log_every_steps")
+_FREE += ("train.init_from", "train.log_every_steps")
 
 
-def _steps(num_steps: int, eval_every: int, median_every: int) -> dict[str, Any]:
-  return dict(num_steps=num_steps, eval_every_steps=eval_every, median_every_steps=median_every)
+def _steps(num_steps: int, eval_every: int) -> dict[str, Any]:
+  return dict(num_steps=num_steps, eval_every_steps=eval_every)
 
 
 _ONE_EACH = dict(first=dict(num_layers=1), last=dict(num_layers=1))
@@ -36,31 +39,30 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "dispatcher": dict(
       model=dict(num_layers=2, width=128, feed_forward_width=128, max_length=128),
       train=dict(batch_size=10, learning_rate=1e-3, schedule=dict(warmup_steps=50))
-      | _steps(1_000, 250, 100),
+      | _steps(1_000, 250),
     ),
     "extractors": dict(
-      model=dict(num_layers=2, max_length=64), train=dict(batch_size=16) | _steps(800, 400, 200)
+      model=dict(num_layers=2, max_length=64), train=dict(batch_size=16) | _steps(800, 400)
     ),
     "pooling": dict(
       model=dict(num_layers=3, width=64, feed_forward_width=256, max_length=128)
-      | dict(mixer=dict(num_heads=4), boundaries=dict(num_capacities=1))
+      | dict(mixer=dict(num_heads=4), boundaries=dict(num_buckets=1))
       | _ONE_EACH,
-      train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200, 40),
+      train=dict(learning_rate=1e-3, schedule=dict(warmup_steps=20)) | _steps(200, 200),
       eval=dict(stride=128),
     ),
   },
   "tiny": {
     "all": dict(
-      data=dict(name=catalog.PYTHON_MANUAL, language="", clean=False, tokenizer_file="")
-      | dict(tokenizer_size=300, max_characters=(60_000, 3_000, 3_000)),
-      train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2, 2),
+      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer_file="", tokenizer_size=300),
+      train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
     # 128 is the least width that has 128 heads.
     "extractors": dict(model=dict(num_layers=2, feed_forward_width=20, max_length=17)),
     "pooling": dict(
       model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=34)
-      | dict(mixer=dict(num_heads=3), boundaries=dict(num_capacities=1, size=150))
+      | dict(mixer=dict(num_heads=3), boundaries=dict(num_buckets=1, size=150))
       | _ONE_EACH,
       train=dict(schedule=dict(warmup_steps=1)),
       eval=dict(stride=17),
@@ -97,12 +99,9 @@ def configure(name: str, scale: str) -> ConfigDict:
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        steps = _steps(num_steps, num_steps, num_steps // 5)
-        changes |= config_lib.flatten({"train": steps})
+        changes |= config_lib.flatten({"train": _steps(num_steps, num_steps)})
   if scale == "cpu":
-    # A corpus that is large, or has no splits of its own, keeps its first part.
-    changes["data.max_characters"] = (config.data.max_characters[0], 60_000, 60_000)
-    if config.train.initial_run:
+    if config.train.init_from:
       changes["train.learning_rate"] /= 6  # as the paper's of the two
   is_vanilla = not config_lib.is_pooled(config.model)
   if family == "pooling" and is_vanilla and "model.num_layers" in changes:
@@ -132,20 +131,39 @@ def settings(config: ConfigDict) -> dict[str, Any]:
   return json.loads(json.dumps(found))
 
 
-def _stem(name: str, language: str) -> str:
-  has_several = name in catalog.ENTRIES and catalog.ENTRIES[name].languages
-  return f"{name}_{language}" if has_several else name
+# The characters of train, valid and test that a scale takes from their beginnings; 0: all.
+MAX_CHARACTERS = {"cpu": (0, 60_000, 60_000), "tiny": (60_000, 3_000, 3_000)}
 
 
-# The names of whole texts; a corpus with several languages has its language's at the end.
-TEXTS = {_stem(name, x) for name, e in catalog.ENTRIES.items() for x in e.languages or ("",)}
+def cut(config: ConfigDict, scale: str) -> None:
+  """Sets `data.path` to the first characters of the text, of as many as the scale takes."""
+  data = config.data
+  if scale not in MAX_CHARACTERS or data.path and Path(data.path, "train.bin").exists():
+    return
+  corpus = corpus_lib.load_corpus(
+    data.name, data.path, data_dir=data.data_dir, manual_dir=data.manual_dir
+  )
+  sizes = dict(zip(corpus.splits, MAX_CHARACTERS[scale], strict=True))
+
+  def read() -> Iterator[tuple[str, str]]:
+    for split, text in corpus.splits.items():
+      left = sizes[split] or len(text)
+      for part in text:
+        yield split, part[:left]
+        left -= len(part[:left])
+        if not left:
+          break
+
+  folder = Path(data.data_dir, "texts", f"{corpus.name}_{scale}")
+  corpus_lib.write_texts(folder, {"of": corpus.about, "sizes": sizes}, read)
+  data.path = str(folder.resolve())
 
 
 def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]:
   """The name of an experiment's text, and its path in a folder of texts.
 
-  It is NAME or, of a corpus with several languages, NAME_LANGUAGE: a folder with
-  {train,valid,test}.txt, or a file with the ending .txt. The name of a stand-in, or of a
+  It is NAME: a folder with {train,valid,test}.txt, or a file with the ending .txt. The name of a
+  stand-in, or of a
   part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. The folder
   may contain tokens instead of text, in a subfolder named by `tokens_name`. Without a folder the
   text is downloaded, and there is no path.
@@ -153,15 +171,15 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
   Raises:
     ValueError: the folder has none, or more than one.
   """
-  wanted = _stem(config.data.name, config.data.language)
-  is_manual = wanted == catalog.PYTHON_MANUAL and not Path(folder, wanted).exists()
+  wanted, names = config.data.name, {*corpus_lib.SOURCES}
+  is_manual = wanted == corpus_lib.PYTHON_MANUAL and not Path(folder, wanted).exists()
   if not folder or is_manual:
     return wanted, None
   found = {}
   for path in sorted(Path(folder).glob("*")):
     stem = path.name.removesuffix(".txt")
     is_text = path.is_dir() or path.suffix == ".txt"
-    if is_text and f"{stem}_".startswith(f"{wanted}_") and stem not in TEXTS - {wanted}:
+    if is_text and f"{stem}_".startswith(f"{wanted}_") and stem not in names - {wanted}:
       found[path] = stem
   exact = {path: stem for path, stem in found.items() if stem == wanted}
   if len(exact or found) != 1:

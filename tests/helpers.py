@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax.__main__ import main as dpjax_main
-from dpjax.commands import flags as command_flags  # noqa: F401 - these flags stay
+from dpjax.config import registry, schema
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -49,7 +47,7 @@ def model_settings(mixer="relative_attention", boundaries="none", **changes):
   if isinstance(mixer, str):
     mixer = component(registry.mixers, mixer, num_heads=2)
   if isinstance(boundaries, str):
-    boundaries = component(registry.boundaries, boundaries, num_capacities=2)
+    boundaries = component(registry.boundaries, boundaries, num_buckets=2)
   usual = dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=2, max_length=29)
   usual |= dict(positions="none", activation="gelu", mixer=mixer, boundaries=boundaries)
   config = config_lib.default_model()
@@ -74,7 +72,7 @@ def small_config(text: Path, **train):
   sizes = dict(num_layers=2, width=12, feed_forward_width=20, max_length=19)
   config.model.update(dropout=0.1, hidden_dropout=0.1, **sizes)
   steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
-  steps |= dict(log_every_steps=2, median_every_steps=5, checkpoint_every_steps=4)
+  steps |= dict(log_every_steps=2, checkpoint_every_steps=4)
   config.train.update(dict(batch_size=8, learning_rate=3e-3, **steps))
   config.train.update(train)
   config.eval.batch_size = 8
@@ -84,7 +82,7 @@ def small_config(text: Path, **train):
 def pooled_config(text: Path, boundaries: str, **train):
   """`small_config` with token pooling, one layer a block, and little to compile."""
   config = small_config(text, **train)
-  config.model.boundaries = component(registry.boundaries, boundaries, num_capacities=2, size=31)
+  config.model.boundaries = component(registry.boundaries, boundaries, num_buckets=2, size=31)
   one = dict(num_layers=1)
   config.model.update(hidden_dropout=0.0, mixer=dict(level_dropout=0.0), first=one, last=one, **one)
   return config
@@ -185,11 +183,11 @@ def assert_trees_close(tree, expected, **tolerance) -> None:
     np.testing.assert_allclose(got, want, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
-def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> None:
+def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) -> None:
   """Our losses and gradient norms are those of the authors' first updates by Adam."""
   rates = jnp.asarray(arrays["out/lrs"])
   update = optimizer.make_optimizer(
-    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, clip_norm=clip_norm
+    "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, grad_clip_norm=grad_clip_norm
   )
   state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   train = partial(step.train_step, build.build_model(config), update, 1)
@@ -212,7 +210,7 @@ def check_updates(arrays, config, params, *, eps: float, clip_norm: float) -> No
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
-  for key in config_lib.COMPONENTS:
+  for key in schema.component_keys(config):
     section = config_lib.get(config, key)
     if section is not None:
       flags.append(f"--config.{key}={section.name}")
@@ -244,18 +242,12 @@ def script(name: str, *arguments: str, **changes) -> subprocess.CompletedProcess
 
 @contextlib.contextmanager
 def arguments(*argv):
-  """Sets sys.argv, and afterwards removes the flags that a script has defined."""
-  before, kept = {*flags.FLAGS}, sys.argv
-  sys.argv = [*map(str, argv)]
+  """Sets sys.argv."""
+  saved, sys.argv = sys.argv, [*map(str, argv)]
   try:
     yield
   finally:
-    sys.argv = kept
-    for name in {*flags.FLAGS} - before:
-      delattr(flags.FLAGS, name)
-    for name in flags.FLAGS:
-      flags.FLAGS[name].unparse()
-    flags.FLAGS.unparse_flags()
+    sys.argv = saved
 
 
 def command(name: str, *words):
@@ -276,16 +268,9 @@ def cases(table: str) -> list[tuple[str, ...]]:
 
 
 def reports(workdir: Path, split: str) -> list[dict]:
-  """The metrics a run wrote about a split, without the lines of medians."""
+  """The metrics a run wrote about a split."""
   lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  is_train = split == "train"
-  return [x for x in lines if x["split"] == split and (not is_train or "loss" in x)]
-
-
-def medians(workdir: Path) -> list[tuple[int, float]]:
-  """The medians that a run wrote, with their steps."""
-  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  return [(line["step"], line["median_loss"]) for line in lines if "median_loss" in line]
+  return [line for line in lines if line["split"] == split]
 
 
 # Sizes of chunks, and of 3 rows of 23 tokens how many of each chunk's are real.

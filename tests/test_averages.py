@@ -34,7 +34,7 @@ def states(workdir, step):
   """The parameters and their average in a checkpoint."""
   shapes = jax.tree.map(np.asarray, load(workdir).params)
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-    return [saved.restore_step(shapes, step, part=x)[1] for x in ("params", "average")]
+    return [saved.restore_step(shapes, step, field=x)[1] for x in ("params", "average")]
 
 
 def settings(text, **changes):
@@ -92,7 +92,7 @@ def test_a_slow_average_keeps_its_weight(decay):
 
 def test_a_run_begins_with_the_average_of_another(averaged, text, tmp_path):
   _, run = averaged
-  config = helpers.small_config(text, initial_run=str(run.workdir), ema_decay=DECAY)
+  config = helpers.small_config(text, init_from=str(run.workdir), ema_decay=DECAY)
   config.train.update(dict(learning_rate=0.0, num_steps=3))
   chex.assert_trees_all_equal(train(config, tmp_path / "run").params, run.params)
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import absl.logging
 import pytest
 
 import dpjax
@@ -118,6 +117,6 @@ def test_warnings_are_sentences_and_libtpu_is_quiet(monkeypatch):
   monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
   assert helpers.command("evaluate").startswith("--workdir, ")
   line = logging.LogRecord("dpjax", logging.WARNING, "file.py", 3, "%s is odd", ("It",), None)
-  assert absl.logging.get_absl_handler().format(line) == "WARNING: It is odd"
+  assert logging.getLogger().handlers[0].format(line) == "WARNING: It is odd"
   assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5litepod-4"
   assert os.environ["TPU_WORKER_ID"] == "7"

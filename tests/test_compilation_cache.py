@@ -16,7 +16,6 @@ SCRIPT = """
 import collections, json, sys
 import jax
 from jax import monitoring
-from absl import flags
 from dpjax.commands import flags as command_line
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -35,7 +34,7 @@ def main(_):
     max_size=jax.config.jax_compilation_cache_max_size,
   )))
 
-command_line.start(main)
+command_line.start(command_line.Parser("test", ""), main)
 """
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from dpjax import ops
-from dpjax.analysis import complexity
-from dpjax.analysis.complexity import Counts, count_operations
 from dpjax.layers import dispatcher, extractors
-from dpjax.layers.attention import SelfAttention
-from dpjax.layers.local_attention import LocalAttention
+from dpjax.layers.attention import LocalAttention, SelfAttention
 from dpjax.layers.short_convolution import ShortConvolution
+from dpjax_papers import complexity
+from dpjax_papers.complexity import Counts, count_operations
 
 BARE = dict(adjustment=False, output_projection=False)
 # Table 7: multiplications, additions, divisions, exponentiations, parameters, operations.

@@ -13,7 +13,8 @@ from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
 from configs import hnet, modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
 from dpjax import config as config_lib
-from dpjax.data import catalog
+from dpjax.config.registry import load_plugins
+from dpjax.data import corpus, remote
 from dpjax.models.build import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -31,7 +32,7 @@ VOCABULARIES = {
   "text8": 28,  # a to z, the space, and what is unknown
 }
 CORPORA = {
-  "quickstart": catalog.PYTHON_MANUAL,
+  "quickstart": corpus.PYTHON_MANUAL,
   "ptb": "penn_treebank",
   "finetuned": "wikitext2",
   "books": "childrens_books",
@@ -39,6 +40,8 @@ CORPORA = {
   "dispatcher": "childrens_books",
   "we": "childrens_books",
   "hnet": "childrens_books",
+  "wiki40b": "wiki40b_en",
+  "cc100": "cc100_en",
 }  # of the others the file's name says it
 # Table 1 of the Dispatcher paper. The papers' numbers are those of reproduce/papers.py, and a
 # test there finds them in the headers.
@@ -84,9 +87,9 @@ def test_its_corpus_is_known_and_its_header_has_commands_that_run(name):
   data = load(name).data
   stem = name.split("_")[-1]
   assert data.name == CORPORA.get(stem, stem) and not data.path
-  if data.name != catalog.PYTHON_MANUAL:
-    catalog.find(data.name, data.language)
-  assert data.tokenizer_file in ("", *catalog.VOCABULARIES)
+  assert corpus.find_source(data.name) and corpus.find_source(load(name, "tiny").data.name)
+  load_plugins()
+  assert data.tokenizer_file in ("", *remote.VOCABULARIES)
   text = header(name)
   assert set(re.findall(r"configs/(\w+)\.py", text)) <= {*NAMES}
   words = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
@@ -124,11 +127,11 @@ def assert_has(config, expected: str) -> None:
 
 # What SPEC's table has of the Dispatcher on OpenWebText, and of the fine-tuned.
 LARGER_DISPATCHER = """
-  model width=480 feed_forward_width=480 num_layers=12 max_length=1024 norm=post
+  model width=480 feed_forward_width=480 num_layers=12 max_length=1024 norm_position=post
   model positions=sinusoidal activation=relu dropout=0.0 hidden_dropout=0.0 dtype=float32
   model.mixer name=dispatcher num_heads=1 level_dropout=0.0
-  data tokenizer=bpe tokenizer_file=gpt2 max_characters=(0,0,0)
-  train batches=contiguous batch_size=5 window=0 num_steps=0 clip_norm=0.5
+  data tokenizer=bpe tokenizer_file=gpt2
+  train sampling=sequential batch_size=5 window=0 num_steps=0 grad_clip_norm=0.5
   train.optimizer name=adam b1=0.9 b2=0.999 eps=1e-08
   train.schedule name=constant warmup_steps=0
   eval window=0 stride=0
@@ -136,7 +139,7 @@ LARGER_DISPATCHER = """
 
 
 def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
-  more = "train num_epochs=1.0 initial_run= learning_rate=6e-05"
+  more = "train num_epochs=1.0 init_from= learning_rate=6e-05"
   assert_has(load("dispatcher_openwebtext"), LARGER_DISPATCHER + more)
 
 
@@ -145,7 +148,7 @@ def test_the_finetuned_dispatcher_has_the_papers_settings(text):
   config = finetuned.get_config(text)
   config_lib.check(config)
   place = re.search(r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext"))[1]
-  more = f"train num_epochs=60.0 learning_rate=1e-05 initial_run={place}"
+  more = f"train num_epochs=60.0 learning_rate=1e-05 init_from={place}"
   assert_has(config, LARGER_DISPATCHER + more)
   assert config.data.name == CORPORA.get(text, text)
   # The tiny one goes on from the tiny one.
@@ -187,12 +190,12 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     of_mixer |= dict(adjustment=has_parts, output_projection=has_parts)
   assert_has(
     config,
-    f"""model width=128 feed_forward_width=512 norm=pre positions=learned activation=relu
+    f"""model width=128 feed_forward_width=512 norm_position=pre positions=learned activation=relu
     model dropout=0.1 hidden_dropout=0.0 init_std=0.01 dtype=float32
     model max_length={max_length} num_layers={num_layers}
     data tokenizer=bpe tokenizer_size=5000
-    train batches=random_windows batch_size=64 window=0 num_steps={num_steps}
-    train learning_rate=0.001 clip_norm=0.0 median_every_steps=2000
+    train sampling=random_windows batch_size=64 window=0 num_steps={num_steps}
+    train learning_rate=0.001 grad_clip_norm=0.0
     train.optimizer name=adamw b1=0.9 b2=0.999 eps=1e-08 weight_decay=0.01
     train.schedule name=constant warmup_steps=0
     sample top_p=0.6 temperature=1.0 top_k=0""",
@@ -213,7 +216,7 @@ def test_the_modern_frame_is_one_for_all_mixers(name, mixer):
     config_lib.check(config)
     assert_has(
       config,
-      f"""model norm=pre norm_kind=rms_norm activation=swiglu positions=none use_bias=False
+      f"""model norm_position=pre norm_type=rms_norm activation=swiglu positions=none use_bias=False
       model tie_embeddings=True num_layers={layers} max_length={length}
       model.mixer name={mixer}""",
     )
@@ -232,13 +235,13 @@ def test_has_the_papers_settings(name):
   of_mixer = "dispatcher num_levels=None level_dropout=0.2"
   assert_has(
     config,
-    f"""model width=512 feed_forward_width=512 num_layers=6 max_length=512 norm=post
+    f"""model width=512 feed_forward_width=512 num_layers=6 max_length=512 norm_position=post
     model positions=sinusoidal activation=relu dropout=0.2 hidden_dropout=0.2 dtype=float32
     model.mixer num_heads=1 name={"attention dropout=0.2" if mixer == "msa" else of_mixer}
     model.boundaries name=none
-    data tokenizer=wordpiece tokenizer_file=bert_base_cased max_characters=(0,0,0)
+    data tokenizer=wordpiece tokenizer_file=bert_base_cased
     data lower_text={is_whole} lower_pieces={not is_whole} restrict_vocabulary={not is_whole}
-    train batch_size=20 window=0 num_steps=0 num_epochs=60.0 clip_norm=0.5 learning_rate={rate}
+    train batch_size=20 window=0 num_steps=0 num_epochs=60.0 grad_clip_norm=0.5 learning_rate={rate}
     train.optimizer name=adam b1=0.9 b2=0.999 eps={eps}
     train.schedule name=constant warmup_steps=0
     eval window=0 stride=0 batch_size=10""",
@@ -262,14 +265,14 @@ def test_pooling_has_the_papers_settings(kind):
   config_lib.check(config)
   assert_has(
     config,
-    f"""model width=512 feed_forward_width=2048 max_length=2048 norm=post positions=none
+    f"""model width=512 feed_forward_width=2048 max_length=2048 norm_position=post positions=none
     model activation=gelu dropout=0.1 hidden_dropout=0.1 init_std=0.02 norm_init_std=0.02
     model num_layers={12 if kind == "none" else 8}
     model.mixer name=relative_attention num_heads=8 dropout=0.1
-    data name=text8 language= clean=False max_characters=(0,0,0) tokenizer=characters
+    data name=text8 tokenizer=characters
     data split_fractions=(0.9,0.05,0.05)
-    train batches=shuffled_windows batch_size=8 window=0 num_steps=200000
-    train learning_rate=0.00025 clip_norm=0.25
+    train sampling=shuffled_windows batch_size=8 window=0 num_steps=200000
+    train learning_rate=0.00025 grad_clip_norm=0.25
     train.optimizer name=adam b1=0.9 b2=0.999 eps=1e-08
     train.schedule name=cosine warmup_steps=4000
     eval window=0 stride=512""",
@@ -277,7 +280,7 @@ def test_pooling_has_the_papers_settings(kind):
   for stack in (config.model.first, config.model.last):
     assert stack.to_dict() == dict(num_layers=2, mixer=None)
   boundaries = config.model.boundaries.to_dict()
-  assert boundaries.pop("num_capacities", 5) == 5 and not boundaries.pop("rate_schedule", ())
+  assert boundaries.pop("num_buckets", 5) == 5 and not boundaries.pop("target_schedule", ())
   assert boundaries == KINDS[kind]
   config_lib.check(pooling_text8.get_config(f"tiny,{kind}"))
 
@@ -304,15 +307,6 @@ def test_each_word_of_pooling_changes_its_settings_alone():
     assert changes(f"{kind},subsampling", kind) == {"model.boundaries.pooling": "last"}
 
 
-OF_CLEANING = ("name", "language", "clean", "max_characters")
-
-
-def assert_is_cleaned_and_cut(config, name: str, language: str) -> None:
-  sizes = 400_000_000, 2_000_000, 2_000_000
-  found = tuple(config.data[key] for key in OF_CLEANING)
-  assert found == (name, language, True, sizes) and not config.data.path
-
-
 def test_the_texts_of_pooling_have_the_papers_settings():
   sizes = dict(en=(10_000, 0.2), fi=(200, 0.37), he=(200, 0.2), vi=(10_000, 0.2))
   for language, (size, prior) in sizes.items():
@@ -320,14 +314,14 @@ def test_the_texts_of_pooling_have_the_papers_settings():
     gumbel = pooling_wiki40b.get_config(f"gumbel,{language}")
     for config in (unigram, gumbel):
       config_lib.check(config)
-      assert_is_cleaned_and_cut(config, "wiki40b", language)
+      assert config.data.name == f"wiki40b_{language}"
     assert (unigram.model.boundaries.size, gumbel.model.boundaries.prior) == (size, prior)
   assert pooling_wiki40b.get_config("unigram_500,fi").model.boundaries.size == 500
   assert pooling_wiki40b.get_config("fi,gumbel_0.20").model.boundaries.prior == 0.2
   for kind in KINDS:
     ours, text8 = pooling_cc100.get_config(kind), pooling_text8.get_config(kind)
-    assert_is_cleaned_and_cut(ours, "cc100", "en")
-    ours.data.update({key: text8.data[key] for key in OF_CLEANING})
+    assert ours.data.name == "cc100_en"
+    ours.data.name = "text8"
     assert ours == text8
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers, ops, registry, testing
+from dpjax import layers, ops, testing
+from dpjax.config import registry
 from dpjax.layers import (
   Dispatcher,
   LocalAttention,

@@ -31,13 +31,12 @@ def test_they_are_the_derivatives_of_each_layer(finished, mixer):
     np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(len(TEXT)), (3, 1, 1)))
   # The first layer, by its equations: y = W_out M W_in x.
   tokens = jnp.asarray(run.tokenizer.encode(TEXT))[None]
-  block = run.model.layers.make_block(parent=None)
   layer = run.model.layers.unstack(run.params["layers"])["0"]["mixer"]
   _, seen = run.model.apply(
     {"params": run.params}, tokens, capture_intermediates=True, mutable=["intermediates"]
   )
   (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-  y_btd = block.make_mixer(parent=None).apply({"params": layer}, x_btd)
+  y_btd = run.model.layers.block.mixer.apply({"params": layer}, x_btd)
   heads = (*x_btd.shape[:2], 3, -1)
   # The later Dispatcher mixes heads before and after, the paper's does not.
   one = heads if mixer == "dispatcher" else x_btd.shape

@@ -17,12 +17,12 @@ from tests import helpers
 TOLD = [
   (lambda: dpjax.config.mixer("wee"), r"^mixer: expected one of .* did you mean we\?"),
   (lambda: open("nowhere/x.json", "w"), "^nowhere/x.json: expected to read or write it, got: "),
-  (lambda: np.zeros(2**60, np.uint8), "^memory: expected enough of it, got: .+ train.batch_size"),
-  (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^memory: .*RESOURCE_EXHAUSTED"),
-  (lambda: [0] * 2**59, "^memory: expected enough of it, got: .+ train.batch_size"),
+  (lambda: np.zeros(2**60, np.uint8), "^Out of memory: .+ train.batch_size"),
+  (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^Out of memory: .*RESOURCE_EXHAUSTED"),
+  (lambda: [0] * 2**59, "^Out of memory: .+ train.batch_size"),
 ]
 SETTINGS = (
-  "train.clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
+  "train.grad_clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
 )
 RAISED = [
   (lambda: jnp.ones((2, 3)).reshape(5), (TypeError, ValueError)),
@@ -104,7 +104,7 @@ def test_an_interrupted_run_exits_as_its_signal_would(number, status, capsys):
     raise Interrupted(3, 7, number)
   assert end.value.code == status
   assert capsys.readouterr().out == (
-    "Stopped at step 3 of 7, which is saved. The same command goes on from there.\n"
+    "Stopped at step 3 of 7, which is saved. The same command resumes the run.\n"
   )
 
 

@@ -40,7 +40,7 @@ def pooled_config(first, run="a", **train):
   config = helpers.pooled_config(folder / "text.txt", "fixed", **{"num_steps": 8, **train})
   config.train.optimizer = config_lib.optimizer("adamw", weight_decay=0.5)
   config.model.boundaries = config_lib.boundaries(
-    "entropy_threshold", run=str(folder / run), theta=theta, num_capacities=2
+    "entropy_threshold", run=str(folder / run), theta=theta, num_buckets=2
   )
   return config
 
@@ -96,9 +96,9 @@ def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, t
   assert [len(text) for (text,) in loaded.generate(prompts, length=17)] == [17, 17]
   loaded.save(tmp_path / "out")
   assert_same_bits(dpjax.load(tmp_path / "out").params, whole.params)
-  assert "def by_entropy(" in (tmp_path / "out/README.md").read_text()
-  with pytest.raises(ValueError, match="slide or refuse with entropy_threshold boundaries"):
-    loaded.generate(prompts, length=17, beyond_window="continue")
+  assert (tmp_path / "out/numpy_model.py").exists()
+  with pytest.raises(ValueError, match="slide or error with entropy_threshold boundaries"):
+    loaded.generate(prompts, length=17, overflow="continue")
 
 
 def test_a_run_killed_in_its_first_save_takes_the_model_again(first, pooled, tmp_path):
@@ -118,7 +118,7 @@ def test_a_run_killed_in_its_first_save_takes_the_model_again(first, pooled, tmp
 
 
 def test_sharded_parameters(first, pooled, tmp_path):
-  config = pooled_config(first, parameters="sharded")
+  config = pooled_config(first, param_sharding="fsdp")
   run, _ = dpjax.train(config, tmp_path)
   assert any(not x.is_fully_replicated for x in jax.tree.leaves(frozen(run)))
   assert_same_bits(frozen(run), frozen(pooled[1]))
@@ -127,12 +127,12 @@ def test_sharded_parameters(first, pooled, tmp_path):
 def test_an_initial_run_gives_the_rest(first, pooled, tmp_path):
   workdir, whole, _ = pooled
   folder, _ = first
-  config = pooled_config(first, "b", num_steps=2, learning_rate=0.0, initial_run=str(workdir))
+  config = pooled_config(first, "b", num_steps=2, learning_rate=0.0, init_from=str(workdir))
   run, _ = dpjax.train(config, tmp_path / "run")
   other = dpjax.load(folder / "b").params
   assert_same_bits(run.params, with_frozen(whole.params, other))
-  config.train.initial_run = str(folder / "a")
-  with pytest.raises(ValueError, match="^train.initial_run: expected parameters of this"):
+  config.train.init_from = str(folder / "a")
+  with pytest.raises(ValueError, match="^train.init_from: expected parameters of this"):
     dpjax.train(config, tmp_path / "wrong")
 
 

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 
-from dpjax.commands import flags as _flags  # noqa: F401  (those of all commands)
 from tests import helpers
 
 SECONDS = 60  # Ends a command that hangs.
@@ -22,24 +21,20 @@ SECONDS = 60  # Ends a command that hangs.
 SETTINGS = helpers.cases(r"""
   # Unknown ones and other types.
   model.widht=3 | expected a known setting, .* nearest known is model.width
-  model.width=a | --config.model.width=a
-  train.learning_rate=fast | learning_rate
-  data.max_characters=(1,2.5,3) | expected
+  model.width=a | --config.model.width: .* type int, got a$
   # Components.
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.first.mixer=he | expected
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
-  model.boundaries=routing model.boundaries.factor=1 | expected above 1, got 1
   # What only the data, or the run as a whole, can tell.
-  train.batches=random | did you mean random_windows
-  train.products=float16 | expected one of float32, bfloat16, got float16
+  train.sampling=random | did you mean random_windows
   data.path= data.name=texte8 | did you mean text8
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
-  train.batches=random_windows data.path={short} train.window=0 | has 108 .* got 128
+  train.sampling=random_windows data.path={short} train.window=0 | has 108 .* got 128
   # Files and folders.
   data.path={nothing} | no_such
-  train.initial_run={nothing} | expected
+  train.init_from={nothing} | expected
   model.boundaries=unigram model.boundaries.file={nothing} | expected a SentencePiece .*no_such
 """)
 
@@ -59,7 +54,7 @@ COMMANDS = helpers.cases(r"""
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
   {train} --config={quickstart} rest | flags: expected --name=value
   {train} --config={quickstart} --config.model.width=8,6 | .dpjax sweep trains a run for each
-  train --config={quickstart} --wordkir={new} | wordkir
+  train --config={quickstart} --wordkir={new} | wordkir; did you mean --workdir
   # Folders that are no run's, or another's.
   train --config={quickstart} --workdir={run} | workdir: expected an empty folder or a run
   train {quick} --workdir={text} | workdir: expected a folder that can be written
@@ -74,10 +69,10 @@ COMMANDS = helpers.cases(r"""
   evaluate | --workdir, --torch_checkpoint: expected one of them, got none
   # Prompts and samples.
   generate | --workdir
-  {generate} --seed=-1 | seed: expected an integer in
+  {generate} --seed=-1 | seed: expected at least 0, got -1
   {generate} --length=2147483648 | ^length: expected
   {generate} --num_samples=1000000000 | num_samples: expected 1 to
-  {generate} --beyond_window=refuse --length=90 | length: .* 13 after a prompt of 7
+  {generate} --overflow=error --length=90 | length: .* 13 after a prompt of 7
   {generate} --prompt=a --prompt_file={text} | prompt, prompt_file: .* got both
   {generate} --prompt_file={nothing} | prompt_file: .* a text, or -, got .*no_such
   {generate} --prompt_file={fifo} | prompt_file: expected a file
@@ -89,7 +84,7 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
   # Numbers and files that ended in a traceback, or for which a command waited.
-  export {folder_of_model} {new} | model.safetensors: expected a file of safetensors, got a folder
+  export {folder_of_model} {new} | model.safetensors: expected a plain file, got a folder
 """)
 MODULES = helpers.cases(r"""
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
@@ -105,11 +100,6 @@ MODULES = helpers.cases(r"""
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
   segmentation | run_folder
   segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
-  significance {seeds} | --baseline
-  significance {run} --baseline={run} | expected runs seed_<n>
-  {compare} --split=valid | --split: expected scores_valid.* 0 of them
-  {compare} --score=beauty | --score: expected one of .* got beauty
-  {compare} --score=endless | --score: .*got endless
   data | command
 """)
 
@@ -131,7 +121,7 @@ def places(text, finished, tmp_path_factory):
   shutil.copy(text, root / "text.txt")
   shutil.copytree(finished[0], root / "run", symlinks=True)
   settings = json.loads((root / "run/config.json").read_text())
-  settings["train"] |= dict(batch_size="8", median_every_steps="5")
+  settings["train"] |= dict(batch_size="8", log_every_steps="5")
   damage = {
     "damaged/config.json": '{"model": {"mix',
     "of_text/config.json": json.dumps(settings),
@@ -140,7 +130,6 @@ def places(text, finished, tmp_path_factory):
     "no_checkpoints/checkpoints": None,
     "no_data/data": None,
   }
-  scores = dict(bits_per_character=2.5, endless=float("inf"))
   config_dict = "from ml_collections import ConfigDict as C\n"
   files = {
     "latin": "na\u00efve\n" * 50,
@@ -149,7 +138,6 @@ def places(text, finished, tmp_path_factory):
     "other.py": f"{config_dict}def get_config():\n  return C({{'a': 1}})\n",
     "zeros.py": "\0\0",
     "ends.py": "import sys; sys.exit(0)",
-    **{f"seeds/seed_{i}/scores_test_12.json": json.dumps({"scores": scores}) for i in range(2)},
   }
   for name, content in (damage | files).items():
     path = root / name
@@ -177,7 +165,6 @@ def places(text, finished, tmp_path_factory):
     generate=f"generate --workdir={known['run']}",
     plot=f"plots {known['run']} --out=new.png",
     calibrate=f"calibrate {known['run']} --factor=2.5",
-    compare=f"significance {known['seeds']} --baseline={known['seeds']}",
     two="--num_processes=2",
     join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
   )

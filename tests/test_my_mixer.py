@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import layers, registry, testing
+from dpjax import layers, testing
+from dpjax.config import registry
 from tests import helpers
 
 EXAMPLE = helpers.ROOT / "examples/my_mixer"

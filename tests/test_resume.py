@@ -1,7 +1,6 @@
 """Runs that are stopped or killed, and runs of several processes, end like a whole one."""
 
 import contextlib
-import itertools
 import json
 import random
 import shutil
@@ -20,57 +19,74 @@ from dpjax.errors import Interrupted
 from tests import helpers
 
 
-def optimizer_with_moments():
-  return optax.chain(optax.clip_by_global_norm(0.5), optax.lion(0.01))
+def accumulated(text):
+  return helpers.small_config(text, grad_accum_steps=2, batch_size=16), dict(model=helpers.bigrams)
+
+
+def averaged(text):
+  optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.lion(0.01))
+  config = helpers.small_config(text, ema_decay=0.6, param_sharding="fsdp")
+  return config, dict(model=helpers.bigrams, optimizer=optimizer)
+
+
+def mixed(text):
+  config = helpers.small_config(text, sampling="random_windows")
+  other = helpers.write_text(text.parent / "other.txt")
+  config.data.path, config.data.mixture = "", f"{text}=3,{other}=1"
+  return config, dict(model=helpers.bigrams)
+
+
+def low_products(text):
+  return helpers.small_config(text, matmul_dtype="bfloat16"), {}
+
+
+def low_activations(text):
+  config = helpers.small_config(text)
+  config.model.dtype = "bfloat16"
+  return config, {}
+
+
+def scheduled_rate(text):
+  config = helpers.pooled_config(text, "gumbel")
+  config.model.mixer = "short_convolution"
+  config.model.boundaries.target_schedule = (0.9, 5)
+  return config, {}
+
+
+# Between two reports, at a checkpoint, at an evaluation, and right after.
+STOPS = {accumulated: (1, 6), averaged: (4, 7)}
 
 
 @pytest.mark.parametrize(
-  "changes, optimizer",
+  "case",
   [
-    (dict(accumulate_steps=2, batch_size=16), lambda: None),
-    (dict(ema_decay=0.6, parameters="sharded"), optimizer_with_moments),
-    pytest.param(dict(batches="random_windows"), lambda: None, marks=pytest.mark.slow),
+    helpers.slow_unless(case in STOPS, case)
+    for case in (accumulated, averaged, mixed, low_products, low_activations, scheduled_rate)
   ],
-  ids=["accumulated", "average", "mixture"],
 )
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_run_stopped_at_any_update_ends_like_a_whole_one(text, tmp_path, changes, optimizer):
-  config = helpers.small_config(text, **changes)
-  if "batches" in changes:
-    other = helpers.write_text(tmp_path / "other.txt")
-    config.data.path, config.data.mixture = "", f"{text}=3,{other}=1"
-  known = dict(model=helpers.bigrams, optimizer=optimizer())
-  whole, scores = dpjax.train(config, tmp_path / "whole", **known)
-  told = []
-  known["callbacks"] = [lambda step, metrics, state: told.append((step, [*metrics]))]
+def test_a_run_stopped_at_any_update_ends_like_one_that_was_not(text, tmp_path, case):
+  config, options = case(text)
+  whole, scores = dpjax.train(config, tmp_path / "whole", **options)
+  reports = []
+  options["callbacks"] = [lambda step, metrics, state: reports.append((step, [*metrics]))]
   done = 0
-  for step in (1, 4, 6, 7):  # Between, at a checkpoint, at an evaluation, and right after.
-    asked, done = iter([*[False] * (step - done - 1), True]), step
+  for step in STOPS.get(case, (1, 4, 6, 7)):
+    answers, done = iter([*[False] * (step - done - 1), True]), step
     with pytest.raises(Interrupted, match=f"step {step} of 12"):
-      dpjax.train(config, tmp_path / "parts", **known, should_stop=asked.__next__)
-  parts, scores_of_parts = dpjax.train(config, tmp_path / "parts", **known)
+      dpjax.train(config, tmp_path / "parts", **options, should_stop=answers.__next__)
+  parts, scores_of_parts = dpjax.train(config, tmp_path / "parts", **options)
   chex.assert_trees_all_equal(parts.params, whole.params)
   assert scores_of_parts == scores
   losses = (tmp_path / "parts/losses.f32").read_bytes()
   assert losses == (tmp_path / "whole/losses.f32").read_bytes() and len(losses) == 4 * 12
-  assert helpers.medians(tmp_path / "parts") == helpers.medians(tmp_path / "whole")
-  if "batches" in changes:
-    config.data.mixture = config.data.mixture.replace("3", "2")
-    with pytest.raises(dpjax.UserError, match="workdir: .*data.mixture: .* there"):
-      dpjax.train(config, tmp_path / "parts", **known)
   # No report is missed, and none comes twice.
-  assert [step for step, names in told if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
+  assert [step for step, names in reports if "train/loss" in names] == [2, 4, 6, 8, 10, 12]
 
 
-@pytest.mark.parametrize(
-  "step, is_moved",
-  [
-    helpers.slow_unless(case in ((4, False), (6, True)), *case)
-    for case in itertools.product((2, 4, 6, 12), (False, True))
-  ],
-)
+@pytest.mark.parametrize("step, is_moved", [(4, False), (6, True)])
 @pytest.mark.usefixtures("standard_promotion")
-def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
+def test_a_run_whose_folder_is_gone_ends_and_the_same_command_starts_again(
   text, tmp_path, step, is_moved
 ):
   config, workdir = helpers.small_config(text), tmp_path / "run"
@@ -87,48 +103,6 @@ def test_a_run_whose_folder_is_gone_ends_and_the_same_command_begins_anew(
     dpjax.train(config, workdir, model=helpers.bigrams, callbacks=[remove])
   assert seen[-1] <= step + 2
   assert dpjax.train(config, workdir, model=helpers.bigrams)[0].step
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section, name", [("train", "products"), ("model", "dtype")])
-@pytest.mark.usefixtures("standard_promotion")
-def test_in_bfloat16_a_stopped_run_ends_like_a_whole_one(text, tmp_path, section, name):
-  config = helpers.small_config(text)
-  ends = {}
-  for folder, dtype in (("whole", "bfloat16"), ("parts", "bfloat16"), ("wide", "float32")):
-    config[section][name] = dtype
-    if folder == "parts":
-      asked = iter([*[False] * 4, True])
-      with pytest.raises(Interrupted, match="step 5 of 12"):
-        dpjax.train(config, tmp_path / folder, should_stop=asked.__next__)
-    run, scores = dpjax.train(config, tmp_path / folder)
-    ends[folder] = run.params, scores, (tmp_path / folder / "losses.f32").read_bytes()
-  chex.assert_trees_all_equal(ends["parts"], ends["whole"])
-  assert ends["wide"][2] != ends["whole"][2]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_a_rate_that_falls_is_the_same_after_a_stop(text, tmp_path):
-  config = helpers.pooled_config(text, "gumbel", num_steps=6, eval_every_steps=6)
-  config.model.mixer = "short_convolution"
-  config.model.boundaries.rate_schedule = (0.9, 5)
-  losses = {}
-  for name, stops in (("whole", ()), ("parts", (2, 3)), ("constant", ())):
-    if name == "constant":
-      config.model.boundaries.rate_schedule = ()
-    for step in stops:
-      with pytest.raises(Interrupted, match=f"step {step} of 6"):
-        begun = (tmp_path / name / "losses.f32").exists()
-        asked = iter([*[False] * (step - 2 * begun - 1), True])
-        dpjax.train(config, tmp_path / name, should_stop=asked.__next__)
-    run, _ = dpjax.train(config, tmp_path / name)
-    losses[name] = (tmp_path / name / "losses.f32").read_bytes(), run.params
-  chex.assert_trees_all_equal(losses["parts"], losses["whole"])
-  assert losses["constant"][0] != losses["whole"][0]
-  config.model.boundaries.rate_schedule = (0.8, 5)
-  with pytest.raises(dpjax.UserError, match="rate_schedule: .*0.9, 5.* there, .*0.8, 5"):
-    dpjax.train(config, tmp_path / "whole")
 
 
 def start(
@@ -192,7 +166,7 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
     text, num_steps=60, eval_every_steps=20, checkpoint_every_steps=7, log_every_steps=1
   )
   config.model.update(dict(width=96, feed_forward_width=384))
-  config.train.batches = "random_windows"
+  config.train.sampling = "random_windows"
   whole, killed = tmp_path / "whole", tmp_path / "killed"
   printed = finish(start(config, whole))
   assert "The test split" in printed
@@ -214,7 +188,6 @@ def test_killed_at_any_moment_a_run_ends_as_one_that_never_was(text, tmp_path):
   chex.assert_trees_all_equal(*(dpjax.load(x, 60).params for x in (killed, whole)))
   losses = (killed / "losses.f32").read_bytes()
   assert losses == (whole / "losses.f32").read_bytes() and len(losses) == 4 * 60
-  assert helpers.medians(killed) == helpers.medians(whole) and len(helpers.medians(whole)) == 12
   one, other = dpjax.load(whole), dpjax.load(killed)
   assert one.step == other.step
   chex.assert_trees_all_equal(one.params, other.params)
@@ -245,20 +218,20 @@ def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sharded", "whitespace"])
+@pytest.mark.parametrize("kind", ["fsdp", "whitespace"])
 def test_two_processes_train_as_one(text, tmp_path, kind):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
   if kind == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
     config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
   else:
-    config.train.parameters = kind
+    config.train.param_sharding = kind
     config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
-  if kind == "sharded":
+  if kind == "fsdp":
     assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1
@@ -283,7 +256,8 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   processes = start_two(config, tmp_path / "refused")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [1, 1], printed
-  assert all("data.path: " in text and "Traceback" not in text for text in printed), printed
+  assert "data.path: " in printed[0] and "see that process's log" in printed[1]
+  assert not any("Traceback" in text for text in printed), printed
 
 
 @pytest.mark.slow
@@ -312,7 +286,7 @@ runpy.run_path({str(helpers.ROOT / "train.py")!r}, run_name="__main__")
   printed = finish_all(processes)
   assert all(process.returncode for process in processes), printed
   assert "checkpoints/6: expected to read or write it, got: Stale file handle" in printed[1]
-  assert "Process 1 could not read" in printed[0]
-  assert not (tmp_path / "run" / "checkpoints" / "damaged").exists()
+  assert "another process could not read" in printed[0]
+  assert not [*(tmp_path / "run" / "checkpoints").glob("*.damaged-*")]
   printed = finish_all(start_two(config, tmp_path / "run"))
-  assert "Going on from the checkpoint of step 6" in printed[0], printed
+  assert "Resuming from the checkpoint of step 6" in printed[0], printed

@@ -15,9 +15,8 @@ import sys
 import pytest
 
 from dpjax import config as config_lib
-from dpjax import registry
 from dpjax import run as run_lib
-from dpjax.commands import flags as command_line
+from dpjax.config import loading, registry
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -32,7 +31,7 @@ def workdir(finished, tmp_path_factory):
 
 def test_a_workdir_alone_resumes_its_run(workdir, capsys):
   assert call("train", f"--workdir={workdir}") is None
-  assert "Going on from the checkpoint of step 12" in capsys.readouterr().out
+  assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
 
 
 def test_components_of_a_middle_are_chosen_by_name(tmp_path):
@@ -50,9 +49,7 @@ def get_config():
   settings += "middle.boundaries.prior=0.3 middle.width=64"
   flags = [f"--config.model.{setting}" for setting in settings.split()]
   with helpers.arguments("train", f"--config={tmp_path / 'config.py'}", *flags):
-    holder = command_line.define_config()
-    command_line._parse(sys.argv)
-    model = holder.value.model
+    model = loading.from_words(sys.argv[1:])[0].model
   assert model.first.mixer is None and model.middle.width == 64
   expected = config_lib.boundaries("gumbel", prior=0.3)
   assert model.middle.boundaries.to_dict() == expected.to_dict()
@@ -168,7 +165,7 @@ def test_an_interrupt_or_a_reader_that_has_enough_shows_no_traceback(workdir, en
     "signal.signal(signal.SIGINT, signal.default_int_handler); "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
   )
-  flags = [f"--workdir={workdir}", "--prompt=the ", "--beyond_window=continue"]
+  flags = [f"--workdir={workdir}", "--prompt=the ", "--overflow=continue"]
   flags += ["--length=100000" if end == "interrupt" else "--length=400"]
   command = [sys.executable, "-c", start, str(helpers.ROOT / "generate.py"), *flags]
   pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -13,12 +13,13 @@ from dpjax import config as config_lib
 from dpjax import files
 from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
-from dpjax.data.sources import File, text8
+from dpjax.data.remote import File
 from dpjax.errors import UserError
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokens import train_tokenizer
 from dpjax.text.unigram import train_unigram
+from dpjax_papers import corpora
 from tests import helpers
 
 TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
@@ -27,7 +28,7 @@ TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
 @pytest.fixture
 def config(tmp_path, monkeypatch):
   """Of text8, whose archive lies in the manual folder."""
-  monkeypatch.setattr(text8, "ARCHIVE", File("http://127.0.0.1:1/text8.zip"))
+  monkeypatch.setattr(corpora, "TEXT8", File("http://127.0.0.1:1/text8.zip"))
   manual = tmp_path / "by_hand"
   manual.mkdir()
   with zipfile.ZipFile(manual / "text8.zip", "w") as archive:
@@ -53,8 +54,7 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   second = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
   tokens_lib.open_tokens(config, tmp_path / "a" / "data", fresh=True)
-  # What the tokens are of is in their folder.
-  config.data.max_characters = (100, 20, 0)
+  config.data.name = "text8_tiny"
   with pytest.raises(ZeroDivisionError):
     tokens_lib.open_tokens(config, tmp_path / "c" / "data")
   monkeypatch.undo()
@@ -64,8 +64,7 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   "change",
   [
     dict(tokenizer="bytes"),
-    dict(max_characters=(150, 20, 20)),
-    dict(clean=True, language="en"),
+    dict(name="text8_tiny"),
     dict(unigram=True),
   ],
 )
@@ -77,8 +76,6 @@ def test_other_settings_have_their_own(config, tmp_path, change):
   data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 2
   assert (data.boundaries is None) == (config.model.boundaries.name == "none")
-  if config.data.max_characters[0]:
-    assert [data.counts[x]["characters"] for x in data.splits] == [150, 20, 20]
 
 
 def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
@@ -239,7 +236,6 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
     "data.tokenizer": "bytes",
     "data.lower_text": True,
     "data.documents": "isolated",
-    "data.max_characters": (70, 20, 0),
     "model.boundaries": other,
   }.items():
     wrong = config.copy_and_resolve_references()
@@ -269,6 +265,6 @@ def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):
   config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"))
   for data_dir in ("data", "data/more"):
     config.data.data_dir = data_dir
-    with pytest.raises(UserError, match="^data.data_dir: expected .* not the run's own"):
+    with pytest.raises(UserError, match="^data.data_dir: expected a folder outside of"):
       run_lib.tokenize(config, ".")
   assert not (tmp_path / "data").exists()

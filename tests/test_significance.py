@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from dpjax.analysis import significance
+from dpjax_papers import significance
 
 NONE = {0: 1.25, 1: 1.5, 2: 1.0}
 SCORES = {"none": NONE, "better": {2: 0.5, 0: 0.76, 1: 0.98}, "worse": {0: 1.5, 1: 1.6, 2: 1.3}}
@@ -31,17 +31,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_compare_is_the_paired_t_test():
-  difference, p = significance.compare(SCORES["better"], NONE)
+  difference, low, high, p = significance.compare(SCORES["better"], NONE)
   # Differences -0.49, -0.52, -0.5: their squares from the mean add up to 14/30000.
   assert difference == pytest.approx(-1.51 / 3)
-  t = (1.51 / 3) / math.sqrt(14 / 30000 / 2 / 3)
-  # Of 2 degrees of freedom the distribution has a closed form.
+  error = math.sqrt(14 / 30000 / 2 / 3)
+  t = (1.51 / 3) / error
+  # With 2 degrees of freedom the distribution has a closed form; its quantile of 0.975 is 4.3027.
   assert p == pytest.approx(1 - t / math.sqrt(t**2 + 2), rel=1e-6)
-
-  # Differences without spread; other seeds, or a single one.
-  for shift, p in ((0.0, 1.0), (0.25, 0.0)):
+  assert (low, high) == pytest.approx((-1.51 / 3 - 4.3027 * error, -1.51 / 3 + 4.3027 * error))
+  for shift, p in ((0.0, 1.0), (0.25, 0.0)):  # no spread
     shifted = {seed: score + shift for seed, score in NONE.items()}
-    assert significance.compare(shifted, NONE) == (shift, p)
+    assert significance.compare(shifted, NONE) == (shift, shift, shift, p)
   for ours, theirs in (({0: 1.0, 3: 2.0}, NONE), ({4: 1}, {4: 1})):
     with pytest.raises(ValueError, match="^seeds: expected those of the baseline, at least 2, "):
       significance.compare(ours, theirs)
@@ -54,18 +54,21 @@ def test_the_table(folder, capsys):
   rows = [line.split() for line in capsys.readouterr().out.splitlines()]
   assert rows[0] == "bits_per_character of the test split, seeds [0, 1, 2]".split()
   assert rows[1][:2] == ["Paired", "t-test"]
-  assert rows[3:] == [
+  assert rows[3:-1] == [
     ["n", "mean", "deviation", "difference", "95%", "interval", "p"],
     ["runs/none", "3", "1.2500", "0.2500", "+0.0000", "+0.0000", "to", "+0.0000", "1.0000"],
     ["runs/better", "3", "0.7467", "0.2403", "-0.5033", "-0.5413", "to", "-0.4654", "0.0003"],
     ["runs/worse", "3", "1.4667", "0.1528", "+0.2167", "-0.0419", "to", "+0.4752", "0.0691"],
     [],
-    "3 seeds: the test is weak, and rests on normal scores; take 5 or more".split(),
   ]
-  for name in ("runs/none", "runs/worse"):
-    folder(name, {seed: 1 + seed / 8 for seed in range(5)})
-  significance.main(["runs/worse", "--baseline=runs/none"])
-  assert "weak" not in capsys.readouterr().out
+  assert rows[-1][:2] == ["3", "seeds:"]
+  for arguments, message in (
+    ("runs/worse --baseline=runs", "workdir: expected runs seed_<n> in runs, got none"),
+    ("runs/worse --baseline=runs/none --split=valid", "--split: expected scores_valid.* 0 of"),
+    ("runs/worse --baseline=runs/none --score=beauty", "--score: expected one of .* got beauty"),
+  ):
+    with pytest.raises(SystemExit, match=message):
+      significance.main(arguments.split())
 
 
 def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):

@@ -16,8 +16,8 @@ import pytest
 
 import dpjax
 from dpjax import __main__ as dpjax_command
-from dpjax import registry
-from dpjax.data import catalog
+from dpjax.config import registry
+from dpjax.data import corpus
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -42,7 +42,7 @@ def get_config():
   config = dpjax.config.load("{helpers.ROOT}/configs/quickstart.py:tiny")
   config.model.update(dict(num_layers=2, width=16, feed_forward_width=20, max_length=32))
   config.train.update(dict(num_steps=6, eval_every_steps=3, log_every_steps=2))
-  config.train.update(dict(median_every_steps=3, checkpoint_every_steps=3))
+  config.train.update(dict(checkpoint_every_steps=3))
   config.data.path, config.sample.length = "my.txt", 5
   return config
 """
@@ -75,7 +75,7 @@ def run_command(words: list[str]) -> None:
 
 def check_flags(words: list[str]) -> None:
   if words[0] == "dpjax":
-    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis", "probes")]
+    folders = [helpers.ROOT / "dpjax" / name for name in ("commands", "analysis")]
     sources = [path for folder in folders for path in folder.glob("*.py")]
     known = "".join(path.read_text(encoding="utf-8") for path in sources)
     for word in words[2:]:
@@ -133,7 +133,7 @@ def reader(folder, tmp_path, monkeypatch):
   kinds = registry.mixers, registry.boundaries, registry.optimizers, registry.schedules
   for kind in kinds:
     monkeypatch.setattr(kind, "_components", dict(kind._components))
-  monkeypatch.setattr(catalog, "ENTRIES", dict(catalog.ENTRIES))
+  monkeypatch.setattr(corpus, "SOURCES", dict(corpus.SOURCES))
   with jax.numpy_rank_promotion("allow"):
     yield
 

@@ -1,20 +1,16 @@
-"""`dpjax sweep`: which runs it plans, and that the same command goes on."""
+"""`dpjax sweep`: the runs that it plans, its table, and that the same command resumes."""
 
 import functools
 import json
 import math
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
 
 import dpjax
-from dpjax import files
 from dpjax import run as run_lib
 from dpjax.analysis import sweep
-from dpjax.errors import Interrupted
-from dpjax.run import workdir as workdir_lib
 from dpjax.training import loop
 from tests import helpers
 
@@ -109,91 +105,50 @@ def test_what_is_wrong_is_named_before_a_run_begins(experiment, words, message, 
 RATES = "--config.train.learning_rate=3e-3,1e30,2e-2"
 
 
-@pytest.fixture
-def run(experiment, tmp_path, monkeypatch):
-  """Runs a sweep of three rates and two seeds by a function in the place of `dpjax.train`."""
-
-  def run(train, folder, rates=RATES):
-    monkeypatch.setattr(run_lib, "train", train)
-    words = [experiment, rates, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
-    return helpers.command("sweep", *words, f"--workdir={tmp_path / folder}")
-
-  return run
+def sweep_rates(experiment, folder):
+  """Sweeps three rates and two seeds."""
+  words = [experiment, RATES, "--config.train.checkpoint_every_steps=5", "--seeds=3,0"]
+  return helpers.command("sweep", *words, f"--workdir={folder}")
 
 
-def test_runs_that_ended_are_not_trained_again(run, tmp_path, capsys):
-  begun, stopped = [], []
+def test_table_of_scores(experiment, tmp_path, monkeypatch, capsys):
+  folders = []
 
   def train(config, workdir):
-    """As far as a sweep can tell: bits are 9 less the rate, a hundredth less by seed."""
-    begun.append(str(workdir.relative_to(tmp_path / "runs")))
-    workdir_lib.write_config(workdir, config)
-    if len(begun) == 5 and not stopped:
-      stopped.append(True)
-      raise Interrupted(6, 12)
+    """Bits are 9 less the rate, a hundredth less by seed."""
+    folders.append(str(workdir.relative_to(tmp_path / "runs")))
     if config.train.learning_rate > 1:
       raise loop.NonFiniteError("Step 2: expected a finite loss")
     bits = 9 - config.train.learning_rate - config.seed / 100
-    line = {"step": 12, "split": "valid", "bits_per_character": bits}
-    (workdir / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
-    (workdir / "losses.f32").write_bytes(b"\0\0\x80?" * 12)
-    return SimpleNamespace(step=12), {"bits_per_character": bits + 1, "perplexity": math.inf}
+    workdir.mkdir(parents=True)
+    lines = [{"step": step, "split": "valid", "bits_per_character": bits + step} for step in (0, 4)]
+    (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return SimpleNamespace(), {"bits_per_character": bits + 1, "perplexity": math.inf}
 
-  assert run(train, "runs") == 1
-  assert "Stopped at step 6 of 12" in capsys.readouterr().out
-  folders = [f"learning_rate={rate}/seed_{i}" for rate in ("3e-3", "1e30", "2e-2") for i in (3, 0)]
-  assert begun == folders[:5]
-  assert run(train, "runs") is None
-  assert begun[5:] == folders[4:]
+  monkeypatch.setattr(run_lib, "train", train)
+  assert sweep_rates(experiment, tmp_path / "runs") is None
+  rates = ("3e-3", "1e30", "2e-2")
+  assert folders == [f"learning_rate={rate}/seed_{seed}" for rate in rates for seed in (3, 0)]
   printed = capsys.readouterr()
-  table = [line.split() for line in printed.out[printed.out.index("runs  valid") :].splitlines()]
-  assert table[0] == ["runs", "valid/bits_per_character", "test/bits_per_character", "deviation"]
-  assert table[1] == ["learning_rate=2e-2", "2", "8.9650", "9.9650", "0.0212"]
-  assert table[2][:3] == ["learning_rate=3e-3", "2", "8.9820"]
-  assert table[3:5] == [[folders[i], "1", "not", "finite"] for i in (2, 3)]
-  assert "The best: learning_rate=2e-2\n" in printed.out
-  assert (tmp_path / "runs/sweep.png").read_bytes().startswith(b"\x89PNG")
-  # One table over several sweeps trains nothing; the best of all comes first.
-  shutil.copytree(tmp_path / "runs", tmp_path / "others")
-  sweeps = [f"--table={tmp_path / name}" for name in ("runs", "others")]
-  assert helpers.command("sweep", *sweeps) is None and len(begun) == 7
-  printed = capsys.readouterr().out
-  names = [line.split()[0] for line in printed.splitlines() if "learning_rate=2e-2 " in line]
-  assert names == [f"{tmp_path / name}/learning_rate=2e-2" for name in ("runs", "others")]
-  said = helpers.command("sweep", f"--table={tmp_path}")
-  assert said == f"--table: expected a folder with sweep.json, got {tmp_path}"
-  # Plugins are the command's own. An entry of the table that says nothing counts as none.
-  del begun[:]
-  path = tmp_path / "runs" / folders[0] / "config.json"
-  files.write_json(path, files.read_json(path) | {"plugins": ["a_plugin"]})
-  table = files.read_json(tmp_path / "runs/sweep.json")
-  others = {folders[1]: 5, folders[2]: None, folders[3]: {"scores": {}}}
-  files.write_json(tmp_path / "runs/sweep.json", table | others)
-  assert run(train, "runs") is None
-  assert begun == folders[1:4]
-  # Another value is trained, and so are runs of other settings, or without a folder.
-  del begun[:]
-  assert run(train, "runs", "--config.train.learning_rate=2e-2,4e-2") is None
-  assert begun == [f"learning_rate=4e-2/seed_{i}" for i in (3, 0)]
-  del begun[:]
-  shutil.rmtree(tmp_path / "runs" / folders[0])
-  settings = files.read_json(tmp_path / "runs" / folders[1] / "config.json")
-  settings["train"]["batch_size"] += 1
-  files.write_json(tmp_path / "runs" / folders[1] / "config.json", settings)
-  assert run(train, "runs") is None
-  assert begun == folders[:2]
+  assert printed.err.count("Step 2: expected a finite loss") == 2
+  rows = [line.split() for line in printed.out[printed.out.index("runs  valid") :].splitlines()]
+  assert rows[0] == ["runs", "valid/bits_per_character", "test/bits_per_character", "deviation"]
+  assert rows[1] == ["learning_rate=2e-2", "2", "8.9650", "9.9650", "0.0212"]
+  assert rows[2][:3] == ["learning_rate=3e-3", "2", "8.9820"]
+  assert rows[3:] == [[f"{tmp_path}/runs/{x}", "1", "not", "finite"] for x in folders[2:4]]
 
 
-def test_only_runs_that_diverge_are_an_error(run, tmp_path):
+def test_a_sweep_without_a_finite_run(experiment, tmp_path, monkeypatch):
   def train(config, workdir):
     raise loop.NonFiniteError("Step 2: expected a finite loss")
 
-  message = "train.learning_rate: expected a finite loss of a run, got none in "
-  assert run(train, "runs") == f"{message}{tmp_path / 'runs'}"
+  monkeypatch.setattr(run_lib, "train", train)
+  message = sweep_rates(experiment, tmp_path / "runs")
+  assert message == "train.learning_rate: expected a finite loss of a run, got none"
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys):
+def test_a_stopped_sweep_resumes(experiment, tmp_path, capsys, monkeypatch):
   begun, train = [], functools.partial(dpjax.train, model=helpers.bigrams)
 
   def stopped(config, workdir):
@@ -207,11 +162,11 @@ def test_a_sweep_that_was_stopped_ends_as_one_that_was_not(run, tmp_path, capsys
     return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in paths}
 
   # Two runs, two that diverge, and one that is stopped.
-  assert run(stopped, "runs") == 1 and len(losses("runs")) == 5
+  monkeypatch.setattr(run_lib, "train", stopped)
+  assert sweep_rates(experiment, tmp_path / "runs") == 1 and len(losses("runs")) == 5
   before = capsys.readouterr()
   assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
-  assert run(train, "runs") is None
-  shown = capsys.readouterr().out
-  assert shown.count("has ended") == 4 and shown.count("Going on from") == 1
-  assert run(train, "others") is None
+  monkeypatch.setattr(run_lib, "train", train)
+  for folder in ("runs", "others"):
+    assert sweep_rates(experiment, tmp_path / folder) is None
   assert losses("runs") == losses("others") and len(losses("runs")) == 6

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import dpjax
-from dpjax.data.text import load_corpus
+from dpjax.data.corpus import load_corpus
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -61,8 +61,7 @@ def test_callbacks_see_what_is_reported(whole):
     assert step == line.pop("step") <= of_state + 1 <= step + 2
     split = line.pop("split")
     finite = {name: x for name, x in metrics.items() if np.isfinite(x)}
-    beside = ("time", "mean_over_steps", "median_over_steps")  # no curves
-    written = {f"{split}/{name}": x for name, x in line.items() if name not in beside}
+    written = {f"{split}/{x}": line[x] for x in line if x not in ("time", "mean_over_steps")}
     assert finite == pytest.approx({name: x for name, x in written.items() if x is not None})
   assert any("valid/nats_per_token" in metrics for _, metrics, *_ in told)
   assert len({norm for *_, norm in told}) > 4
@@ -103,7 +102,7 @@ def test_a_callback_ends_the_training_between_evaluations(whole, tmp_path, end, 
 
 def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
   config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
-  config.train.initial_run = str(whole[1].workdir)
+  config.train.init_from = str(whole[1].workdir)
   # It begins with the best parameters of a run of the same model.
   frozen, _ = train(config, tmp_path / "a", optimizer=optax.set_to_zero())
   chex.assert_trees_all_equal(frozen.params, load(whole[1].workdir).params)
@@ -140,7 +139,7 @@ def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
 
 def test_an_initial_run_matters_until_the_first_checkpoint(whole, text, tmp_path):
   shutil.copytree(whole[1].workdir, tmp_path / "other")
-  settings = dict(initial_run=str(tmp_path / "other"), num_steps=8, eval_every_steps=4)
+  settings = dict(init_from=str(tmp_path / "other"), num_steps=8, eval_every_steps=4)
   config = helpers.small_config(text, **settings)
   expected, _ = train(config, tmp_path / "whole")
   config.train.num_steps = 4
@@ -149,8 +148,8 @@ def test_an_initial_run_matters_until_the_first_checkpoint(whole, text, tmp_path
   shutil.rmtree(tmp_path / "other")
   config.train.num_steps = 8
   wrong = config.copy_and_resolve_references()
-  wrong.train.initial_run = str(whole[1].workdir)
-  with pytest.raises(ValueError, match="workdir: .*train.initial_run"):
+  wrong.train.init_from = str(whole[1].workdir)
+  with pytest.raises(ValueError, match="workdir: .*train.init_from"):
     train(wrong, tmp_path / "part")
   found, _ = train(config, tmp_path / "part")
   chex.assert_trees_all_equal(found.params, expected.params)
@@ -160,7 +159,7 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   """To another text; what it does not know is counted."""
   new = tmp_path / "text.txt"
   new.write_text(text.read_text().replace("cat", "zoo").replace("rat", "dog"))
-  settings = dict(initial_run=str(whole[1].workdir), num_steps=2, eval_every_steps=2)
+  settings = dict(init_from=str(whole[1].workdir), num_steps=2, eval_every_steps=2)
   config = helpers.small_config(new, **settings)
   expected, _ = train(config, tmp_path / "whole")
   known = whole[1].tokenizer
@@ -192,18 +191,16 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   other.write_text(text.read_text().replace("cat", "zoo"))
   config = helpers.small_config(other)
   dpjax.run.tokenize(config, tmp_path / "vocabulary")
-  config.train.initial_run = str(finished[0])
+  config.train.init_from = str(finished[0])
   config.data.tokenizer_file = str(tmp_path / "vocabulary")
-  message = (
-    f"train.initial_run: .* the vocabulary of this one.*; data.tokenizer_file = {finished[0]}"
-  )
+  message = f"train.init_from: .* the vocabulary of this one.*; data.tokenizer_file = {finished[0]}"
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path / "run")
   config.data.update(tokenizer_file="", tokenizer="bytes")
   with pytest.raises(ValueError, match="^data.tokenizer: expected characters, as in .* got bytes"):
     dpjax.train(config, tmp_path / "run")
-  config = helpers.small_config(other, initial_run=str(tmp_path / "none"))
-  with pytest.raises(ValueError, match="^train.initial_run: expected the folder of a run"):
+  config = helpers.small_config(other, init_from=str(tmp_path / "none"))
+  with pytest.raises(ValueError, match="^train.init_from: expected the folder of a run"):
     dpjax.train(config, tmp_path / "other")
   # Before the data is prepared.
   assert not (tmp_path / "other" / "data").exists()

@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -45,8 +44,8 @@ def owner(tmp_path):
 @helpers.needs_locks
 def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(owner, tmp_path):
   message = (
-    f"workdir: expected a folder in which no other process trains, got {tmp_path}, in "
-    f"which process {owner.pid} on {socket.gethostname()} does"
+    f"workdir: expected a folder that is free, got {tmp_path}, locked by "
+    f"process {owner.pid} on {socket.gethostname()}"
   )
   with pytest.raises(UserError) as error:
     with workdir_lib.lock(tmp_path):
@@ -171,13 +170,3 @@ def test_what_a_killed_process_half_wrote_is_removed_but_not_a_living_ones(tmp_p
     process.kill()
   WRITTEN[name](tmp_path / name)
   assert [x.read_text() for x in tmp_path.glob("*.tmp")] == ["mine"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
-def test_a_full_disk_is_named(tmp_path):
-  message = f"^workdir: expected a folder that can be written, got {tmp_path} .No space left"
-  with pytest.raises(UserError, match=message), workdir_lib.lock(tmp_path):
-    with open("/dev/full", "w") as file:
-      file.write("a loss")
-  with pytest.raises(BrokenPipeError), workdir_lib.lock(tmp_path):
-    raise BrokenPipeError(errno.EPIPE, "Broken pipe")

@@ -1,18 +1,15 @@
-"""Analysis of runs (losses, segments, significance), of mixers (operations), and for devices."""
+"""Analysis of runs (losses, segments, sweeps), and what a step takes of a device."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from dpjax.analysis import calibrate as calibrate
   from dpjax.analysis import compile as compile
-  from dpjax.analysis import complexity as complexity
   from dpjax.analysis import devices as devices
   from dpjax.analysis import plots as plots
   from dpjax.analysis import runs as runs
   from dpjax.analysis import segmentation as segmentation
-  from dpjax.analysis import significance as significance
   from dpjax.analysis import style as style
-  from dpjax.analysis import traffic as traffic
 else:
   from dpjax import lazy
 

@@ -1,4 +1,4 @@
-r"""Measures what kinds of boundaries need to know of a text.
+r"""Measures what `entropy_threshold` and `flexitokens` boundaries need to know of a text.
 
   dpjax calibrate runs/bytes --factor=4.5
   dpjax calibrate runs/bytes --rates
@@ -70,7 +70,7 @@ def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "
 
   @jax.jit
   def read(params, tokens_bt):
-    rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
+    rngs = {"dropout": jax.random.key(0)}  # Some boundaries are sampled.
     output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
     return of_output(tokens_bt, output).astype(jnp.float32)
 
@@ -85,33 +85,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
   about = "The theta of entropy_threshold boundaries, or the rates for flexitokens."
   parser, path = argparse.ArgumentParser(prog="dpjax calibrate", description=about), os.path
   parser.add_argument("run", metavar="RUN", type=path.expanduser, help="the folder of a run")
-  about = "wanted mean length of segments, in tokens of the run"
-  wanted = parser.add_mutually_exclusive_group(required=True)
-  wanted.add_argument("--factor", type=float, help=about)
+  about = "mean length of segments, in tokens of the run"
+  target = parser.add_mutually_exclusive_group(required=True)
+  target.add_argument("--factor", type=float, help=about)
   about = "measure the rate of boundaries, and its deviation over rows"
-  wanted.add_argument("--rates", action="store_true", help=about)
+  target.add_argument("--rates", action="store_true", help=about)
   parser.add_argument("--rule", default="global", help="global, monotonic or combined")
   about = "second threshold in nats, for combined"
   parser.add_argument("--theta_add", type=float, default=0.0, help=about)
   parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
   about = "tokens read at once: model.max_length of the run to train; default: this run's"
   parser.add_argument("--window", type=int, help=about)
-  with command_line.parsed(parser, arguments) as given:
+  with command_line.parsed(parser, arguments) as options:
     from dpjax import ops
     from dpjax import run as run_lib
 
     command_line.check_platform()
-    if given.rates and (given.rule, given.theta_add) != ("global", 0.0):
+    if options.rates and (options.rule, options.theta_add) != ("global", 0.0):
       raise UserError("rates: expected neither --rule nor --theta_add, which belong to --factor")
-    run = run_lib.load(given.run)
-    if not given.rates:
+    run = run_lib.load(options.run)
+    if not options.rates:
       run_lib.check_frozen(run)
-    window = run.window if given.window is None else given.window
+    window = run.window if options.window is None else options.window
     if not 1 <= window <= run.window:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    tokens, unit = run.tokens(given.split), run.tokenizer.kind
+    tokens, unit = run.tokens(options.split), run.tokenizer.kind
     unit = unit if unit in ("characters", "bytes") else "tokens"
-    if given.rates:
+    if options.rates:
       rate_b = np.asarray(rates(run, tokens, window))
       rate, deviation = f"{rate_b.mean():.4g}", f"{rate_b.std():.4g}"
       print(
@@ -120,14 +120,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
       )
       settings = {"": "flexitokens", ".prior": rate, ".deviation": deviation}
     else:
-      found, rule = entropies(run, tokens, window), (given.rule, given.theta_add)
-      theta = f"{ops.entropy_theta(found, given.factor, *rule):.6g}"
-      ends = int(ops.entropy_threshold(found, rule[0], float(theta), rule[1]).sum())
+      h_bt, rule = entropies(run, tokens, window), (options.rule, options.theta_add)
+      theta = f"{ops.entropy_theta(h_bt, options.factor, *rule):.6g}"
+      ends = int(ops.entropy_threshold(h_bt, rule[0], float(theta), rule[1]).sum())
       print(
-        f"theta {theta}: {found.size / max(ends, 1):.4g} {unit} a segment, of "
-        f"{found.size:,} {unit} in windows of {found.shape[1]:,}"
+        f"theta {theta}: {h_bt.size / max(ends, 1):.4g} {unit} a segment, of "
+        f"{h_bt.size:,} {unit} in windows of {h_bt.shape[1]:,}"
       )
-      settings = {"": "entropy_threshold", ".run": given.run, ".rule": given.rule, ".theta": theta}
-      if given.theta_add:
-        settings[".theta_add"] = given.theta_add
+      settings = {
+        "": "entropy_threshold",
+        ".run": options.run,
+        ".rule": options.rule,
+        ".theta": theta,
+      }
+      if options.theta_add:
+        settings[".theta_add"] = options.theta_add
     print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))

@@ -20,7 +20,7 @@ or, from "Attention Is Not All You Need Anymore", Sec. 6:
 
 Over batches, runs that differ only in the seed, or that --labels names alike, are one line, their
 mean, in a band of one standard deviation to each side. In the last two figures, runs with one
-label or mixer form a line, through the mean if several share a place. A table is printed, too.
+label or mixer form a line, through the mean of runs of one size. A table is printed, too.
 """
 
 import argparse
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.PLACES)
+FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.SIZES)
 SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
-_SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
-_VALIDATION = tuple(f"valid/{name}" for name in _SCORES)
+SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
+_VALIDATION = tuple(f"valid/{name}" for name in SCORES)
 _NARROW = 5.0  # inches; of one column of a paper
 
 
@@ -74,21 +74,21 @@ def draw(
     raise unknown("figure", FIGURES, figure)
   from matplotlib.figure import Figure
 
-  kinds = ["curves", *["metric"] * bool(metric)] if figure == "progress" else [figure]
+  panels = ["curves", *["metric"] * bool(metric)] if figure == "progress" else [figure]
   is_narrow = width < _NARROW
-  shape, font_size = ((len(kinds), 1), 8) if is_narrow else ((1, len(kinds)), 10)
+  shape, font_size = ((len(panels), 1), 8) if is_narrow else ((1, len(panels)), 10)
   height, letter = width * (0.6 if is_narrow else 5 / 9), 0.0083 * font_size  # inches
   with style.applied(font_size):
     canvas = Figure(figsize=(width, height * shape[0]), layout="constrained")
-    for axes, kind in zip(canvas.subplots(*shape, squeeze=False).flat, kinds, strict=True):
-      if kind in runs_lib.PLACES:
-        _draw_places(axes, runs, every, *runs_lib.PLACES[kind])
+    for axes, panel in zip(canvas.subplots(*shape, squeeze=False).flat, panels, strict=True):
+      if panel in runs_lib.SIZES:
+        _draw_sizes(axes, runs, every, *runs_lib.SIZES[panel])
       else:
-        _draw_curves(axes, runs, kind, every, metric or "")
-      if kind not in runs_lib.PLACES and "x" in log:
-        axes.set_xscale("log")
-      elif kind not in runs_lib.PLACES:
-        axes.locator_params("x", nbins=max(1, int((width / shape[1] - 1) / letter / 8)))
+        _draw_curves(axes, runs, panel, every, metric or "")
+        if "x" in log:
+          axes.set_xscale("log")
+        else:
+          axes.locator_params("x", nbins=max(1, int((width / shape[1] - 1) / letter / 8)))
       if "y" in log:
         axes.set_yscale("log")
       axes.set_ylabel(textwrap.fill(axes.get_ylabel(), int((height - 0.6) / letter)))
@@ -106,13 +106,13 @@ def draw(
   return canvas
 
 
-def _draw_curves(axes: "Axes", runs: Sequence[Record], kind: str, every: int, metric: str) -> None:
+def _draw_curves(axes: "Axes", runs: Sequence[Record], panel: str, every: int, metric: str) -> None:
   """Draws a line for each name of runs: their mean, in a band."""
 
   def curve(run: Record) -> Mapping[int, float]:
-    if kind == "metric":
+    if panel == "metric":
       return run.scores.get(metric, {})
-    if kind == "every_batch":
+    if panel == "every_batch":
       return dict(enumerate(run.losses, 1))
     return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
 
@@ -128,33 +128,33 @@ def _draw_curves(axes: "Axes", runs: Sequence[Record], kind: str, every: int, me
       name += f", {len(group)} seeds"
       band = y.std(axis=0, ddof=1)
       axes.fill_between(x, mean - band, mean + band, color=look["color"], alpha=0.2, linewidth=0)
-    if kind == "every_batch":
+    if panel == "every_batch":
       look |= dict(linewidth=0.4, alpha=0.6)
     elif len(x) <= 50:
       look |= dict(marker=".")
     axes.plot(x, mean, label=name, **look)
   label = f"median cost of each {every:,} batches (nats per token)"
-  if kind == "metric":
+  if panel == "metric":
     split, _, name = metric.partition("/")
     split = {"train": "training", "valid": "validation"}.get(split, split)
     label = f"{split} {name.replace('_', ' ')}"
-  elif kind == "every_batch" or every == 1:
+  elif panel == "every_batch" or every == 1:
     label = "training cost (nats per token)"
   axes.set(xlabel="batch", ylabel=label)
 
 
-def _draw_places(axes: "Axes", runs: Sequence[Record], every: int, key: str, name: str) -> None:
+def _draw_sizes(axes: "Axes", runs: Sequence[Record], every: int, key: str, name: str) -> None:
   """Draws the last medians over a setting, a line for each label or mixer."""
-  labels, everywhere = [run.label or runs_lib.mixer_name(run.config) for run in runs], set()
-  for i, (text, group) in enumerate(runs_lib.group(labels, runs).items()):
+  labels = [run.label or runs_lib.mixer_name(run.config) for run in runs]
+  for i, (label, group) in enumerate(runs_lib.group(labels, runs).items()):
     medians = [runs_lib.last_median(run.losses, every) for run in group]
-    points = runs_lib.group([setting(run.config, key) for run in group], medians)
-    places = sorted(points)
-    means = [np.mean(points[place]) for place in places]
-    axes.plot(places, means, **style.line(i), label=text, marker="o")
-    everywhere |= {*places}
+    by_size = runs_lib.group([setting(run.config, key) for run in group], medians)
+    sizes = sorted(by_size)
+    means = [np.mean(by_size[size]) for size in sizes]
+    axes.plot(sizes, means, **style.line(i), label=label, marker="o")
   axes.set_xscale("log", base=2)
-  axes.set_xticks(sorted(everywhere), [*map(str, sorted(everywhere))])
+  ticks = sorted({setting(run.config, key) for run in runs})
+  axes.set_xticks(ticks, [*map(str, ticks)])
   axes.set_xticks([], minor=True)
   axes.set(xlabel=name, ylabel=f"median cost of the last {every:,} batches (nats per token)")
 
@@ -168,20 +168,19 @@ def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None
     logged = [run.scores for run in runs if any(name in run.scores for name in _VALIDATION)]
     shared = (name for name in _VALIDATION if all(name in scores for scores in logged))
     return next(shared, None) if logged else None
-  known = sorted({name for run in runs for name in run.scores})
-  if metric not in known:
-    raise UserError(f"metric: expected one of {', '.join(known) or 'none yet'}, got {metric}")
+  choices = sorted({name for run in runs for name in run.scores})
+  if metric not in choices:
+    raise UserError(f"metric: expected one of {', '.join(choices) or 'none yet'}, got {metric}")
   return metric
 
 
 def default_every(runs: Sequence[Record]) -> int:
-  """The updates in a median: as the runs report them, or a tenth of the shortest run."""
+  """The updates in a median: 2,000, or a tenth of the shortest run if that is less."""
   lengths = [len(run.losses) for run in runs]
   if not all(lengths):
     folder = runs[lengths.index(0)].folder
     raise UserError(f"workdir: expected a run with updates, got {folder} with none")
-  reported = [setting(run.config, "train.median_every_steps") or 2000 for run in runs]
-  return min(max(reported), -(-min(lengths) // 10))
+  return min(2000, -(-min(lengths) // 10))
 
 
 def write(figure: "Figure", path: str | Path) -> None:
@@ -210,33 +209,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", type=path, help=about)
   parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
   parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
-  about = "batches of a median; by default as the runs report them, or a tenth of the shortest run"
+  about = "batches of a median; by default 2,000, or a tenth of the shortest run if that is less"
   parser.add_argument("--every", type=int, help=about)
   parser.add_argument("--labels", help="of the runs, in their order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
   parser.add_argument("--width", type=float, default=9.0, help="of the figure, in inches")
-  with command_line.parsed(parser, arguments) as given:
-    figure = given.figure or ("metric" if given.metric else "progress")
-    out = given.out or f"{figure}.png"
+  with command_line.parsed(parser, arguments) as options:
+    figure = options.figure or ("metric" if options.metric else "progress")
+    out = options.out or f"{figure}.png"
     check_suffix(out)
-    log = [axis for axis in given.log.split(",") if axis]
+    log = [axis for axis in options.log.split(",") if axis]
     if not {*log} <= {"x", "y"}:
-      raise UserError(f"log: expected x, y or x,y, got {given.log}")
-    if not 1.5 <= given.width <= 40:
-      raise UserError(f"width: expected 1.5 to 40 inches, got {given.width}")
-    runs = runs_lib.read_runs(given.run_folder, given.labels and given.labels.split(","))
-    every = default_every(runs) if given.every is None else given.every
+      raise UserError(f"log: expected x, y or x,y, got {options.log}")
+    if not 1.5 <= options.width <= 40:
+      raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
+    runs = runs_lib.read_runs(options.run_folder, options.labels and options.labels.split(","))
+    every = default_every(runs) if options.every is None else options.every
     is_paper, metric = figure not in ("progress", "metric"), None
     if not is_paper:
-      metric = find_metric(runs, given.metric)
-    elif given.metric:
-      raise UserError(f"metric: expected it with --figure=progress or metric, got {given.metric}")
+      metric = find_metric(runs, options.metric)
+    elif options.metric:
+      raise UserError(f"metric: expected it with --figure=progress or metric, got {options.metric}")
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
-    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=given.width)
+    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=options.width)
     scores = runs_lib.score_table(runs, every, metric)
     print(runs_lib.cost_table(runs, every) if is_paper else scores)
-    if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.PLACES.get(figure, ())[:1])):
+    if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.SIZES.get(figure, ())[:1])):
       print("\nTo be compared with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")

@@ -21,14 +21,14 @@ from dpjax.errors import UserError
 
 # How a run reports or is computed: names runs that differ in nothing else, and needs no note.
 REPORTING = (
-  *("model.vocab_size", "model.scan_layers", "model.remat", "train.parameters"),
-  *("train.num_steps", "train.num_epochs", "train.log_every_steps", "train.median_every_steps"),
+  *("model.vocab_size", "model.scan_layers", "model.remat", "train.param_sharding"),
+  *("train.num_steps", "train.num_epochs", "train.log_every_steps"),
   *("train.eval_every_steps", "train.eval_every_epochs"),
-  *("train.checkpoint_every_steps", "train.keep_checkpoints"),
+  *("train.checkpoint_every_steps", "train.max_to_keep"),
 )
-_MOST_IN_A_NAME = 3
-# Where a line of the figures "by ..." has its points, and the name of that axis.
-PLACES = {
+_MAX_IN_A_NAME = 3
+# The setting on the horizontal axis of the figures "by ...", and the name of that axis.
+SIZES = {
   "by_length": ("model.max_length", "context window (tokens)"),
   "by_layers": ("model.num_layers", "layers"),
 }
@@ -59,7 +59,7 @@ def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = Non
 
   Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
-  from dpjax.config.reading import read_settings  # slow to import
+  from dpjax.config.loading import read_settings  # slow to import
 
   labels = [""] * len(workdirs) if labels is None else labels
   if len(labels) != len(workdirs):
@@ -114,7 +114,7 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
 
 
 def mixer_name(config: Mapping[str, Any]) -> str:
-  """The name of a run's token mixers, and how they differ from their usual form.
+  """The name of a run's token mixers, and how they differ from their default form.
 
     >>> mixer_name({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
     'attention, 32 heads'
@@ -154,32 +154,33 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
   If many settings differ, those with the most values are named; if none does, the folders are.
   Runs with a label keep it. Without `seeds`, runs that differ in nothing else share a name.
   """
-  found = [run.label or mixer_name(run.config) for run in runs]
+  result = [run.label or mixer_name(run.config) for run in runs]
 
-  def tell_apart(some: Sequence[int]) -> None:
-    for same in group([found[i] for i in some], some).values():
+  def distinguish(indices: Sequence[int]) -> None:
+    for same in group([result[i] for i in indices], indices).values():
       if len(same) == 1 or runs[same[0]].label:
         continue
       columns = differences([runs[i].config for i in same])
-      column = columns.pop("seed", [])
-      # Another component has other settings; its name says it all.
+      seed = columns.pop("seed", [])
+      # The settings of different components differ, too; their names suffice.
       sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
-      own = {k: v for k, v in columns.items() if k.endswith(".name") or not lies_in(k, sections)}
-      chosen = {k: v for k, v in own.items() if not lies_in(k, REPORTING)}
-      if not chosen and len({*column}) == len(same) and not seeds:
+      columns = {k: v for k, v in columns.items() if k.endswith(".name") or not within(k, sections)}
+      chosen = {k: v for k, v in columns.items() if not within(k, REPORTING)}
+      if not chosen and len({*seed}) == len(same) and not seeds:
         continue
-      chosen = chosen or ({"seed": column} if column else own)
-      keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MOST_IN_A_NAME]
-      for place, i in enumerate(same):
-        found[i] = ", ".join([found[i], *(_describe(key, chosen[key][place]) for key in keys)])
-      if len({found[i] for i in same}) > 1:
-        tell_apart(same)
+      chosen = chosen or ({"seed": seed} if seed else columns)
+      keys = sorted(chosen, key=lambda key: -len({*map(repr, chosen[key])}))[:_MAX_IN_A_NAME]
+      for position, i in enumerate(same):
+        settings = [_describe(key, chosen[key][position]) for key in keys]
+        result[i] = ", ".join([result[i], *settings])
+      if len({result[i] for i in same}) > 1:
+        distinguish(same)
       else:
         for i in same:
-          found[i] += f" ({runs[i].folder})"
+          result[i] += f" ({runs[i].folder})"
 
-  tell_apart(range(len(runs)))
-  return found
+  distinguish(range(len(runs)))
+  return result
 
 
 def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
@@ -191,16 +192,16 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   labels, sentences = names(runs), []
   texts = group([run.text for run in runs], labels)
   if len(texts.keys() - {""}) > 1:
-    shown = [f"{text} for {'; '.join(some)}" for text, some in texts.items() if text]
-    sentences.append(f"different texts, so their scores do not compare: {' | '.join(shown)}")
+    parts = [f"{text} for {'; '.join(names)}" for text, names in texts.items() if text]
+    sentences.append(f"different texts, so their scores do not compare: {' | '.join(parts)}")
   columns = differences([run.config for run in runs])
-  columns = {k: v for k, v in columns.items() if not lies_in(k, ("seed", *allowed, *REPORTING))}
+  columns = {k: v for k, v in columns.items() if not within(k, ("seed", *allowed, *REPORTING))}
   counts = [len(run.losses) for run in runs]
   for key, column in (columns | {"updates": counts}).items():
-    who = group(map(json.dumps, column), labels)
-    if len(who) > 1:
-      values = [f"{value} for {'; '.join(some)}" for value, some in who.items()]
-      sentences.append(f"{key}: {' | '.join(values)}")
+    by_value = group(map(json.dumps, column), labels)
+    if len(by_value) > 1:
+      parts = [f"{value} for {'; '.join(names)}" for value, names in by_value.items()]
+      sentences.append(f"{key}: {' | '.join(parts)}")
   for run, label, count in zip(runs, labels, counts, strict=True):
     if unknown := int(np.isnan(run.losses).sum()):
       sentences.append(f"{label}: {unknown} of {count} losses are not known, and left out")
@@ -210,7 +211,7 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
   flat, sections = [*map(config_lib.flatten, configs)], ("seed", "model", "data", "train")
-  keys = sorted({key for config in flat for key in config if lies_in(key, sections)})
+  keys = sorted({key for config in flat for key in config if within(key, sections)})
   keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
   columns = {key: [config.get(key) for config in flat] for key in keys}
   return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
@@ -230,8 +231,8 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
     raise UserError(f"every: expected {expected}, got {every}")
   count = len(losses) // every
   windows = losses[: count * every].reshape(count, every).astype(np.float64)
-  known = [window[~np.isnan(window)] for window in windows]
-  return np.array([np.median(window) if window.size else math.nan for window in known])
+  windows = [window[~np.isnan(window)] for window in windows]
+  return np.array([np.median(window) if window.size else math.nan for window in windows])
 
 
 def last_median(losses: np.ndarray, every: int) -> float:
@@ -279,9 +280,9 @@ def setting(config: Mapping[str, Any], key: str) -> Any:
   return value
 
 
-def lies_in(key: str, places: Sequence[str]) -> bool:
-  """Whether a setting is one of these, or lies in one of these sections."""
-  return f"{key}.".startswith(tuple(f"{place}." for place in places))
+def within(key: str, sections: Sequence[str]) -> bool:
+  """Whether a setting is one of these, or within one of these sections."""
+  return f"{key}.".startswith(tuple(f"{section}." for section in sections))
 
 
 def group(keys: Iterable[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from dpjax.analysis import plots, style
 from dpjax.errors import UserError
-from dpjax.text.streaming import TextStream
+from dpjax.text.tokenizer import TextStream
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
 
   @jax.jit
   def read(params, tokens_bt):
-    rngs = {"dropout": jax.random.key(0)}  # Boundaries may be drawn in evaluation, too.
+    rngs = {"dropout": jax.random.key(0)}  # Some boundaries are sampled.
     output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
     stages, stage = [], output
     while stage is not None and stage.boundaries is not None:
@@ -115,18 +115,18 @@ def segment(run: "Run", text: str | np.ndarray) -> Segmentation:
   if not stages:
     raise UserError("run: expected a model with token pooling, got one without")
   (boundaries, probabilities), inner = stages[0], []
-  places = np.flatnonzero(boundaries > 0.5)  # the token with which each segment ends
-  kinds = build.build_boundaries(run.config.model) if stages[1:] else ()
-  for kind, (ends, chances) in zip(kinds, stages[1:], strict=False):
-    places = np.append([-1] * kind.has_null_group, places).astype(int)  # -1: before the text
-    ends, is_token = ends[: len(places)] > 0.5, places >= 0
+  last = np.flatnonzero(boundaries > 0.5)  # the last token of each segment
+  outer = build.build_boundaries(run.config.model) if stages[1:] else ()
+  for of_stage, (ends, chances) in zip(outer, stages[1:], strict=False):
+    last = np.append([-1] * of_stage.has_null_group, last).astype(int)  # -1: before the text
+    ends, is_token = ends[: len(last)] > 0.5, last >= 0
     if chances is not None:
-      of_segments, chances = chances[: len(places)], np.full(len(tokens), np.nan, np.float32)
-      chances[places[is_token]] = of_segments[is_token]
-    places = places[ends]
-    inner.append(Stage(np.isin(np.arange(len(tokens)), places), chances))
-  pieces, own = split(run.tokenizer, tokens), (boundaries > 0.5, entropies, probabilities)
-  return Segmentation(pieces, *own, surprisals, tuple(inner))
+      of_segments, chances = chances[: len(last)], np.full(len(tokens), np.nan, np.float32)
+      chances[last[is_token]] = of_segments[is_token]
+    last = last[ends]
+    inner.append(Stage(np.isin(np.arange(len(tokens)), last), chances))
+  pieces = split(run.tokenizer, tokens)
+  return Segmentation(pieces, boundaries > 0.5, entropies, probabilities, surprisals, tuple(inner))
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
@@ -173,12 +173,12 @@ def draw(segmentation: Segmentation) -> "Figure":
   curves = [(number, x) for number, x in enumerate(chances, 1) if x is not None]
   rows = 1 + len(curves)
   canvas = Figure(figsize=(max(5.0, 0.14 * count + 1), 1 + 1.6 * rows), layout="constrained")
-  panels, places = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
-  panels[0].bar(places, segmentation.entropies, color=style.COLOURS[5])
+  panels, positions = canvas.subplots(rows, sharex=True, squeeze=False)[:, 0], np.arange(count)
+  panels[0].bar(positions, segmentation.entropies, color=style.COLOURS[5])
   panels[0].set(ylabel="conditional\nentropy (nats)", xlim=(-0.5, count - 0.5))
   for axes, (number, values) in zip(panels[1:], curves, strict=True):
-    known = ~np.isnan(values)
-    axes.plot(places[known], values[known], color=style.COLOURS[1], marker=".")
+    is_end = ~np.isnan(values)
+    axes.plot(positions[is_end], values[is_end], color=style.COLOURS[1], marker=".")
     stage = f", stage {number}" if segmentation.inner else ""
     axes.set(ylabel=f"probability\nof a boundary{stage}", ylim=(-0.05, 1.05))
   for axes in panels:
@@ -188,7 +188,7 @@ def draw(segmentation: Segmentation) -> "Figure":
   labels = [*map(visible, segmentation.pieces)]
   turn = 90 * (max(map(len, labels)) > 2)
   # Dollars of a text set no formulas.
-  panels[-1].set_xticks(places, labels, rotation=turn, fontsize=8, parse_math=False)
+  panels[-1].set_xticks(positions, labels, rotation=turn, fontsize=8, parse_math=False)
   panels[-1].set_xlabel("token")
   style.finish(canvas)
   return canvas
@@ -201,29 +201,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
   about = "The segments of a text and the conditional entropies, by a run's model."
   parser, path = argparse.ArgumentParser(prog="dpjax segmentation", description=about), os.path
   parser.add_argument("run_folder", type=path.expanduser, help="of dpjax train")
-  parser.add_argument("--text", help="else the beginning of the test split")
+  parser.add_argument("--text", help="by default the beginning of the test split")
   about = f"a file: {', '.join(plots.SUFFIXES)}"
   parser.add_argument("--out", type=path.expanduser, help=about)
-  with command_line.parsed(parser, arguments) as given:
+  with command_line.parsed(parser, arguments) as options:
     from dpjax import run as run_lib
 
-    if given.out:
-      plots.check_suffix(given.out)
+    if options.out:
+      plots.check_suffix(options.out)
     command_line.check_platform()
-    run = run_lib.load(given.run_folder)
-    beginning = run.tokens("test")[: min(120, run.window)] if given.text is None else given.text
-    found = segment(run, beginning)
-    print(render(found))
-    counts = [(number, stage.boundaries.sum()) for number, stage in enumerate(found.inner, 2)]
+    run = run_lib.load(options.run_folder)
+    beginning = run.tokens("test")[: min(120, run.window)] if options.text is None else options.text
+    result = segment(run, beginning)
+    print(render(result))
+    counts = [(number, stage.boundaries.sum()) for number, stage in enumerate(result.inner, 2)]
     stages = "".join(f", {count} of stage {number}" for number, count in counts)
     print(
-      f"\n{len(found.pieces)} tokens, {found.boundaries.sum()} closed segments{stages}; mean "
-      f"conditional entropy {found.entropies.mean():.4f} nats"
+      f"\n{len(result.pieces)} tokens, {result.boundaries.sum()} closed segments{stages}; mean "
+      f"conditional entropy {result.entropies.mean():.4f} nats"
     )
-    if np.isfinite(found.enrichment()):
+    if np.isfinite(result.enrichment()):
       print(
-        f"enrichment {found.enrichment():.4f}: the surprisal of tokens that begin a segment, with "
-        f"that of all as 1; of as many tokens at random {found.enrichment(seed=0):.4f}"
+        f"enrichment {result.enrichment():.4f}: the surprisal of tokens that begin a segment, with "
+        f"that of all as 1; of as many tokens at random {result.enrichment(seed=0):.4f}"
       )
-    if given.out:
-      plots.write(draw(found), given.out)
+    if options.out:
+      plots.write(draw(result), options.out)

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from dpjax.data import catalog
+from dpjax.config.registry import load_plugins
+from dpjax.data import corpus
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -11,9 +12,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser("dpjax data", description=__doc__)
   parser.add_argument("command", choices=["list"], help="list names, sizes, licences and sources")
   parser.parse_args(arguments)
-  print(f"{catalog.PYTHON_MANUAL}: the language manual that comes with Python; 0.4 MB")
-  for name, entry in catalog.ENTRIES.items():
-    print(f"\n{name}: {entry.title}")
-    if entry.languages:
-      print(f"  languages  {', '.join(entry.languages)}")
-    print(f"  size       {entry.size}\n  licence    {entry.licence}\n  source     {entry.source}")
+  load_plugins()
+  for name, source in corpus.SOURCES.items():
+    print(f"{name}: {source.title}")
+    print(
+      f"  size       {source.size}\n  licence    {source.licence}\n  source     {source.source}\n"
+    )

@@ -16,26 +16,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
   about = "A trained run as a small folder, or a model at the Hugging Face Hub, that others load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
-  parser.add_argument("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
-  about = "a new folder, or hf://OWNER/NAME"
-  parser.add_argument("out", metavar="OUT", type=os.path.expanduser, help=about)
-  about = "checkpoint to export; default: the best by validation"
-  parser.add_argument("--step", type=int, help=about)
+  add = parser.add_argument
+  add("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
+  add("out", metavar="OUT", type=os.path.expanduser, help="a new folder, or hf://OWNER/NAME")
+  add("--step", type=int, help="checkpoint to export; default: the best by validation")
   about = "float32 or bfloat16; default: float32, or that of an exported RUN"
-  parser.add_argument("--dtype", default="", help=about)
+  add("--dtype", default="", help=about)
   about = "the Hub's name of the model's licence, such as cc-by-4.0, for the model card"
-  parser.add_argument("--license", default="", help=about)
+  add("--license", default="", help=about)
   about = "make a private model at the Hub, for which HF_TOKEN or `hf auth login` gives the token"
-  parser.add_argument("--private", action="store_true", help=about)
-  with command_line.parsed(parser, arguments) as given:
+  add("--private", action="store_true", help=about)
+  with command_line.parsed(parser, arguments) as options:
     from dpjax import run as run_lib
     from dpjax.run import workdir
 
     command_line.check_platform()
-    about = dict(dtype=given.dtype, license=given.license, private=given.private)
-    run_lib.load(given.run, given.step).save(given.out, **about)
-    if hub.is_address(given.out):
-      print(f"{given.out}: uploaded")
+    about = dict(dtype=options.dtype, license=options.license, private=options.private)
+    run_lib.load(options.run, options.step).save(options.out, **about)
+    if hub.is_address(options.out):
+      print(f"{options.out}: uploaded")
       return
-    size = (Path(given.out) / workdir.PARAMETERS).stat().st_size
-    print(f"{given.out}: {size / 2**20:,.1f} MiB")
+    size = (Path(options.out) / workdir.PARAMETERS).stat().st_size
+    print(f"{options.out}: {size / 2**20:,.1f} MiB")

@@ -1,8 +1,8 @@
-"""Flags and error handling shared by the scripts."""
+"""Arguments, processes and errors of the commands."""
 
 import argparse
 import contextlib
-import logging as std_logging
+import logging
 import math
 import os
 import re
@@ -14,26 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags, logging
-from ml_collections import config_flags
-
-from dpjax import config as config_lib
-from dpjax import registry
-from dpjax.errors import UserError, exit_on_user_error, not_writable, unknown_setting
-
-_ABOUT_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
-_ABOUT_CACHE = (
-  "a folder for what was compiled, of up to 2 GiB; empty: none; "
-  "by default JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"
-)
-flags.DEFINE_string("coordinator", None, "host:port of process 0, for a run of several processes")
-flags.DEFINE_integer("num_processes", None, "number of processes", lower_bound=1)
-flags.DEFINE_integer("process_id", None, "number of this process, from 0", lower_bound=0)
-flags.DEFINE_bool("distributed", False, "processes that find each other (Slurm, TPU pods)")
-flags.DEFINE_integer("join_seconds", 300, "how long to wait for the other processes", lower_bound=1)
-flags.DEFINE_multi_string("plugin", [], _ABOUT_PLUGIN)
-flags.DEFINE_string("compilation_cache", None, _ABOUT_CACHE)
-
+from dpjax.config import loading, registry
+from dpjax.errors import UserError, exit_on_user_error, not_writable, unknown
 
 # What libtpu would ask a TPU's machine for.
 NO_TPU = {
@@ -41,45 +23,118 @@ NO_TPU = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_WORKER_ID": "0",
 }
+_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
+_CONFIG = """an experiment's name or file, with :VARIANT if it has variants; or a run's folder.
+--config.KEY=VALUE changes a setting. A component is chosen by name: --config.model.mixer=we
+--config.model.mixer.adjustment=False. Several mixers in turn: --config.model.mixer=we,attention
+--config.model.mixer.1.num_heads=4"""
+_CACHE = """a folder for what was compiled, of up to 2 GiB; empty: none; by default
+JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"""
 
 
-class _Path(flags.ArgumentParser):
-  def parse(self, argument):
-    return os.path.expanduser(argument)  # A shell leaves the ~ of --name=~/file as it is.
+class Parser(argparse.ArgumentParser):
+  """The parser of a command; a wrong argument raises a `UserError`.
 
-
-PATH = _Path()
-
-
-def define_config() -> flags.FlagHolder:
-  """Defines --config=NAME[:VARIANT] or FILE; --config.KEY=VALUE changes a setting.
-
-  A component is chosen by name: --config.model.mixer=we --config.model.mixer.adjustment=False.
-  Several mixers in turn: --config.model.mixer=we,attention --config.model.mixer.1.num_heads=4.
+  Args:
+    name: of the command.
+    about: its description, which keeps its lines.
+    has_config: adds --config.
   """
-  about = "an experiment's name or file, with :VARIANT if it has variants; or a run's folder"
-  return flags.DEFINE_string("config", None, about)
+
+  def __init__(self, name: str, about: str | None, *, has_config: bool = False):
+    super().__init__(
+      f"dpjax {name}",
+      description=about,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      allow_abbrev=False,
+    )
+    self.has_config = has_config
+    if has_config:
+      self.add_argument("--config", metavar="NAME", help=_CONFIG)
+    add = self.add_argument_group("of all commands that train or load a model").add_argument
+    add("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
+    add("--flagfile", metavar="FILE", help="a file with more flags, one a line")
+    add("--compilation_cache", metavar="FOLDER", help=_CACHE)
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    add("--num_processes", type=int, metavar="N", help="number of processes")
+    add("--process_id", type=int, metavar="N", help="number of this process, from 0")
+    about = "processes that find each other (Slurm, TPU pods)"
+    add("--distributed", action="store_true", help=about)
+    about = "seconds to wait for the other processes (default: 300)"
+    add("--join_seconds", type=int, default=300, metavar="N", help=about)
+
+  def error(self, message: str) -> Any:
+    """Raises a `UserError` in place of printing the usage."""
+    message = message.replace("unrecognized arguments:", "expected --name=value, got")
+    raise UserError(f"flags: {message} (dpjax {self.prog.split()[-1]} --help lists them)")
+
+  def parse(self, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; `config` is the configuration with its changes, or None."""
+    words = list(_with_flagfiles(words))
+    if {"-h", "--help"} & {*words}:
+      self.parse_args(["--help"])
+    # A configuration may name what a plugin registers.
+    for module in loading.take(words, "plugin")[1]:
+      registry.import_plugin(module)
+    config = None
+    if self.has_config:
+      config, words = loading.from_words(words)
+    names = [name for name in self._option_string_actions if name != "-h"]
+    for word in words:
+      name = word.partition("=")[0]
+      if re.fullmatch(r"--[\w.]+", name) and name not in names:
+        raise unknown("flags", names, name)
+    options = self.parse_args(words)
+    options.config = config
+    return options
 
 
-def start(main: Callable[[Sequence[str]], None], about: str | None = None) -> None:
+def path(text: str) -> str:
+  """A path, whose ~ a shell leaves as it is in --name=~/file."""
+  return os.path.expanduser(text)
+
+
+def natural(text: str) -> int:
+  """An integer of at least 0."""
+  if (number := int(text)) < 0:
+    raise ValueError
+  return number
+
+
+def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
+  """The words, those of the lines of FILE for --flagfile=FILE."""
+  for word in words:
+    flag, _, file = word.partition("=")
+    if flag in ("-flagfile", "--flagfile"):
+      lines = map(str.strip, Path(path(file)).read_text(encoding="utf-8").splitlines())
+      yield from _with_flagfiles([x for x in lines if x and not x.startswith(("#", "//"))])
+    else:
+      yield word
+
+
+def start(parser: Parser, main: Callable[[argparse.Namespace], None]) -> None:
   """Parses sys.argv, joins the other processes, and runs `main`; user errors exit with 1."""
-  if {"-h", "--help", "--helpfull"} & {*sys.argv[1:]}:
-    modules = [x for x in [*flags.FLAGS.flags_by_module_dict()][::-1] if not x.startswith("absl")]
-    print(about or sys.modules["__main__"].__doc__)
-    print(*map(flags.FLAGS.module_help, modules), sep="\n")
-    return
   with exit_on_user_error():
-    argv = _parse(sys.argv)
-    logging.use_absl_handler()
-    plain = std_logging.Formatter("%(levelname)s: %(message)s")  # without W1127 and a file's line
-    logging.get_absl_handler().setFormatter(plain)
-    # Orbax tells its every move at INFO.
-    logging.set_verbosity(logging.WARNING)
-    std_logging.getLogger("jax").setLevel(std_logging.WARNING)
-    _join_processes()
+    options = parser.parse(sys.argv[1:])
+    # Orbax logs each of its steps at INFO.
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
+    _join_processes(options)
     check_platform()
-    _set_compilation_cache()
-    main(argv)
+    _set_compilation_cache(options.compilation_cache)
+    main(options)
+
+
+@contextlib.contextmanager
+def parsed(
+  parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> Iterator[argparse.Namespace]:
+  """Parses the arguments of a command of one process; user errors in the block exit with 1."""
+  parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
+  options = parser.parse_args(arguments)
+  with exit_on_user_error(vars(options)):
+    for module in options.plugin:
+      registry.import_plugin(module)
+    yield options
 
 
 def exit_unless_finite(**nats: float) -> None:
@@ -87,111 +142,6 @@ def exit_unless_finite(**nats: float) -> None:
   for name, value in nats.items():
     if not math.isfinite(value):
       sys.exit(f"{name}: expected finite scores, got {value} nats per token")
-
-
-@contextlib.contextmanager
-def parsed(
-  parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> Iterator[argparse.Namespace]:
-  """Parses arguments without flags of absl, and --plugin; user errors in the block exit with 1."""
-  parser.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=_ABOUT_PLUGIN)
-  given = parser.parse_args(arguments)
-  with exit_on_user_error(vars(given)):
-    for module in given.plugin:
-      registry.import_plugin(module)
-    yield given
-
-
-def _parse(argv: Sequence[str]) -> Sequence[str]:
-  try:
-    argv = flags.FLAGS.read_flags_from_files(list(argv))
-    # A configuration may name what a plugin registers.
-    _, plugins = take(argv, "plugin")
-    for module in plugins:
-      registry.import_plugin(module)
-    rest = flags.FLAGS(_with_config(argv))
-  except (UserError, flags.Error) as error:
-    message = " ".join(re.sub(r"mixer\[(\d+)\]", r"mixer.\1", str(error)).split())
-    lists = [re.match(r"--?config\.[^=]*=([^()]*[,;][^()]*)$", argument) for argument in argv]
-    if any(found and found[1] in message for found in lists):
-      message += " (dpjax sweep trains a run for each of several values)"
-    raise UserError(message) from error
-  if len(rest) > 1:
-    raise UserError(f"flags: expected --name=value, got {' '.join(rest[1:])}")
-  return rest
-
-
-def read_config(arguments: Sequence[str]) -> config_lib.ConfigDict:
-  """The configuration of --config and --config.KEY=VALUE, which are no flags of the command."""
-  own = flags.FlagValues()
-  flags.DEFINE_string("config", None, "", flag_values=own)
-  try:
-    own(_with_config(["", *arguments], own))
-  except (UserError, flags.Error) as error:
-    raise UserError(" ".join(str(error).split())) from error
-  return own.config
-
-
-def _with_config(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-  """Turns --config into a flag; returns the arguments without it."""
-  if "config" not in values:
-    return argv
-  others, files = take(argv, "config")
-  if not files:
-    return argv
-  config = config_lib.load(files[-1])
-  others = _choose_components(config, others)
-  known = config_lib.flatten(config)
-  for argument in others:
-    setting = re.match(r"--?(?:no)?config\.([^=]*)", argument)
-    if setting and setting[1] not in known:
-      key, _, name = setting[1].rpartition(".")
-      registry = config_lib.COMPONENTS.get(config_lib.place(key))
-      if registry is not None and f"{key}.name" in known:
-        registry.check({**config_lib.get(config, key), name: None}, key)  # Names it.
-      raise unknown_setting(setting[1], known)
-  # Of several mixers, model.mixer.1 is model.mixer[1] for ml_collections.
-  others = [re.sub(r"^(--?(?:no)?config\.[\w.]*mixer)\.(\d+)\.", r"\1[\2].", x) for x in others]
-  delattr(values, "config")
-  settings: Any = config
-  config_flags.DEFINE_config_dict("config", settings, flag_values=values, sys_argv=others)
-  return others
-
-
-def _choose_components(config: config_lib.ConfigDict, argv: list[str]) -> list[str]:
-  """Puts named components into the configuration; returns the other arguments."""
-  others, values = take(argv, "config.model.middle")
-  if values:
-    expected = "expected it in a configuration file, by dpjax.config.middle"
-    raise UserError(f"--config.model.middle: {expected}, got {values[-1]}")
-  for key in config_lib.component_keys(config):
-    others, names = take(others, f"config.{key}", f"config.{key}.name")
-    parent, _, last = key.rpartition(".")
-    place = config_lib.place(key)
-    for name in names[-1:]:
-      known = config_lib.COMPONENTS[place]
-      if name == "none" and place in config_lib.OPTIONAL:
-        section = None
-      elif last == "mixer" and "," in name:
-        # A mixer that the configuration has keeps its settings.
-        old = {x["name"]: x for x in config_lib.in_turn(key, config_lib.get(config, key)).values()}
-        section = tuple(old.get(x) or known.defaults(x, key) for x in name.split(","))
-      else:
-        section = known.defaults(name, key)
-      config_lib.get(config, parent)[last] = section
-  return others
-
-
-def take(argv: list[str], *names: str) -> tuple[list[str], list[str]]:
-  """The arguments without --NAME=VALUE and --NAME VALUE, and the values."""
-  others, values, rest = [], [], iter(argv)
-  for argument in rest:
-    flag, is_joined, value = argument.partition("=")
-    if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
-      values.append(value if is_joined else next(rest, ""))
-    else:
-      others.append(argument)
-  return others, values
 
 
 def check_platform() -> None:
@@ -213,46 +163,44 @@ def check_platform() -> None:
     ) from error
 
 
-def _join_processes() -> None:
+def _join_processes(options: argparse.Namespace) -> None:
   names = ("coordinator", "num_processes", "process_id")
-  given: dict[str, Any] = {name: flags.FLAGS[name].value for name in names}
-  missing = [name for name, value in given.items() if value is None]
-  if missing and not flags.FLAGS.distributed:
-    if len(missing) == 3:
+  values: list[Any] = [getattr(options, name) for name in names]
+  address, number, index = values
+  if None in values and not options.distributed:
+    if values == [None] * 3:
       return
+    missing = ", no ".join(x for x, value in zip(names, values, strict=True) if value is None)
     expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
-    raise UserError(f"{expected}, got no {', no '.join(missing)}")
-  address, number, index = given.values()
-  host, _, port = (address or "host:1").rpartition(":")
-  if not (host and port.isdecimal() and 1 <= int(port[:6]) < 2**16):
+    raise UserError(f"{expected}, got no {missing}")
+  if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
     raise UserError(f"--coordinator: expected host:port, got {address}")
-  if not missing and index >= number:
+  if None not in values and not 0 <= index < number:
     expected = f"expected 0 to {number - 1} of --num_processes={number}"
     raise UserError(f"--process_id: {expected}, got {index}")
   import jax
 
-  seconds = flags.FLAGS.join_seconds
-  known = [f"--{name}={value}" for name, value in given.items() if value is not None]
-  shown = " ".join(known) or "--distributed"
+  flags = [f"--{x}={value}" for x, value in zip(names, values, strict=True) if value is not None]
+  subject, seconds = " ".join(flags) or "--distributed", options.join_seconds
 
   def give_up() -> None:
     expected = f"all processes to meet within {seconds} s (--join_seconds)"
-    print(f"{shown}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
+    print(f"{subject}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
     os._exit(1)  # What waits in C++ hears of nothing else.
 
   timer = threading.Timer(seconds, give_up)
   timer.daemon = True
   timer.start()
   try:
-    if index == 0 and not missing:  # Where JAX cannot listen, it may crash (signal 11).
-      socket.create_server(("", int(port))).close()
+    if None not in values and index == 0:  # Where JAX cannot listen, it may crash (signal 11).
+      socket.create_server(("", int(str(address).rpartition(":")[2]))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
-  except (KeyError, OSError, RuntimeError, ValueError) as error:
+  except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
-    if missing:
+    if None in values:
       expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
-    raise UserError(f"{shown}: expected {expected}, got: {error}") from error
+    raise UserError(f"{subject}: expected {expected}, got: {error}") from error
   finally:
     timer.cancel()
   check_platform()
@@ -260,10 +208,9 @@ def _join_processes() -> None:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
 
 
-def _set_compilation_cache() -> None:
+def _set_compilation_cache(folder: Any) -> None:
   import jax
 
-  folder = flags.FLAGS.compilation_cache
   if folder is None:
     # Code for a CPU may be another machine's, and crash (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
@@ -276,8 +223,8 @@ def _set_compilation_cache() -> None:
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
   except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
-    told = not_writable("compilation_cache", folder, error)
-    print(f"{told}; what is compiled is not kept", file=sys.stderr)
+    message = not_writable("compilation_cache", folder, error)
+    print(f"{message}; what is compiled is not kept", file=sys.stderr)
     folder = ""
   if not folder:
     jax.config.update("jax_enable_compilation_cache", False)

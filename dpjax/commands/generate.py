@@ -10,51 +10,50 @@ import os
 import sys
 import time
 
-from absl import flags
-
 from dpjax import files
 from dpjax.commands import flags as command_line
+from dpjax.config import schema
 from dpjax.errors import UserError
 
-_MOST_SAMPLES = 4096  # All are rows of one batch.
+_MAX_SAMPLES = 4096  # All are rows of one batch.
 
 
 def main() -> None:
   """Generates what the command line describes."""
-  flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
-  flags.DEFINE_integer("step", None, "checkpoint to use; default: the best by validation")
-  flags.DEFINE_string("prompt", None, "the text to continue")
+  parser = command_line.Parser("generate", __doc__)
+  add = parser.add_argument
+  add("--workdir", type=command_line.path, required=True, help="the run's folder")
+  add("--step", type=int, help="checkpoint to use; default: the best by validation")
+  add("--prompt", help="the text to continue")
   about = "a file with it, - being the standard input; its last line end is not part of the prompt"
-  flags.DEFINE(command_line.PATH, "prompt_file", None, about)
-  flags.DEFINE_integer("length", None, "new tokens a sample")
-  flags.DEFINE_float("temperature", None, "0 is greedy")
-  flags.DEFINE_integer("top_k", None, "draw from the k most likely; 0: all")
-  about = "draw from the most likely that together reach this probability"
-  flags.DEFINE_float("top_p", None, about)
-  flags.DEFINE_integer("seed", 0, "seed of the samples")
-  flags.DEFINE_integer("num_samples", 1, "number of continuations")
-  flags.DEFINE_multi_string("stop", [], "text of a token that ends a sample")
-  about = "slide: over the last window; continue: the cache goes on, where it can; refuse"
-  flags.DEFINE_string("beyond_window", None, about)
-  flags.DEFINE_bool("json", False, "print one JSON object at the end, no text")
-  command_line.start(lambda _: _generate(flags.FLAGS), __doc__)
+  add("--prompt_file", type=command_line.path, help=about)
+  for name, setting in schema.SCHEMA["sample"].items():
+    if name != "prompt":
+      add(f"--{name}", type=setting.value_type, help=setting.meaning)
+  add("--seed", type=int, default=0, help="seed of the samples")
+  add("--num_samples", type=int, default=1, help="number of continuations")
+  about = "text of a token that ends a sample; may be repeated"
+  add("--stop", action="append", default=[], help=about)
+  add("--json", action="store_true", help="print one JSON object at the end, no text")
+  command_line.start(parser, _generate)
 
 
-def _generate(given) -> None:
+def _generate(options) -> None:
   from dpjax import run as run_lib
 
-  if not 1 <= given.num_samples <= _MOST_SAMPLES:
-    raise UserError(f"num_samples: expected 1 to {_MOST_SAMPLES:,}, got {given.num_samples}")
-  prompt = _read_prompt(given.prompt, given.prompt_file)
-  run = run_lib.load(given.workdir, given.step)
+  if not 1 <= options.num_samples <= _MAX_SAMPLES:
+    raise UserError(f"num_samples: expected 1 to {_MAX_SAMPLES:,}, got {options.num_samples}")
+  prompt = _read_prompt(options.prompt, options.prompt_file)
+  run = run_lib.load(options.workdir, options.step)
   settings = {
-    name: run.config.sample[name] if given[name].value is None else given[name].value
-    for name in ("length", "temperature", "top_k", "top_p", "beyond_window")
+    name: default if getattr(options, name) is None else getattr(options, name)
+    for name, default in run.config.sample.items()
+    if name != "prompt"
   }
-  settings |= dict(seed=given.seed, num_samples=given.num_samples, stop=given.stop)
+  settings |= dict(seed=options.seed, num_samples=options.num_samples, stop=options.stop)
   prompt = run.config.sample.prompt if prompt is None else prompt
   try:
-    _write(run, prompt, settings, is_text=not given.json)
+    _write(run, prompt, settings, is_text=not options.json)
   except BrokenPipeError:  # The reader has enough; Python would complain again at its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

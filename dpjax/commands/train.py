@@ -7,57 +7,54 @@ import re
 import sys
 from pathlib import Path
 
-from absl import flags
-
 from dpjax.commands import flags as command_line
 from dpjax.errors import UserError
 
 
 def main() -> None:
   """Trains what the command line describes."""
-  command_line.define_config()
-  flags.DEFINE(command_line.PATH, "workdir", None, "the run's folder", required=True)
-  flags.DEFINE_bool("tokenize_only", False, "make the tokens that the run needs, and stop")
-  about = "make the tokens, print parameters, updates and memory, and stop"
-  flags.DEFINE_bool("dry_run", False, about)
-  about = "START:STOP, updates to trace into the run's folder: 10:13 is three of them"
-  flags.DEFINE_string("profile", None, about)
-  command_line.start(lambda _: _train(flags.FLAGS), __doc__)
+  parser = command_line.Parser("train", __doc__, has_config=True)
+  add = parser.add_argument
+  add("--workdir", type=command_line.path, required=True, help="the run's folder")
+  add("--tokenize_only", action="store_true", help="make the tokens of the run, and stop")
+  add("--dry_run", action="store_true", help="also print parameters, updates and memory")
+  add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, as 10:13")
+  command_line.start(parser, _train)
 
 
-def _train(given) -> None:
+def _train(options) -> None:
   import jax
 
   from dpjax import run as run_lib
   from dpjax.run import workdir as workdir_lib
   from dpjax.training import loop
 
-  profile, config, folder = _parse_profile(given.profile), given.config, given.workdir
+  profile, config, folder = _parse_profile(options.profile), options.config, options.workdir
   if not folder:
     raise UserError("--workdir: expected a folder, got none")
   if config is None:
     if not (Path(folder) / "config.json").exists():
-      expected = "expected an experiment, or a --workdir with a run to go on with"
+      expected = "expected an experiment, or a --workdir with a run to resume"
       raise UserError(f"--config: {expected}, got none, and {folder}")
     config = workdir_lib.read_config(Path(folder))
-  if given.tokenize_only or given.dry_run:
+  if options.tokenize_only or options.dry_run:
     data = run_lib.tokenize(config, folder)
     for split, counts in data.counts.items():
       print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
     if unknown := data.tokenizer.describe_unknown(data.splits):
       print(unknown)
-    if given.dry_run:
+    if options.dry_run:
       _print_plan(config, data)
     return
   try:
-    run, scores = run_lib.train(config, folder, profile=profile, measure_products=True)
+    run, scores = run_lib.train(config, folder, profile=profile)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
   is_first, prompt = jax.process_index() == 0, run.config.sample.prompt
   if is_first:
     print(f"\nThe test split, by step {run.step} (best by validation):")
     print(run_lib.table(scores), flush=True)
-  if prompt:  # In every process: each may hold a part of the parameters alone.
+  if prompt:  # In every process: each may hold only a part of the parameters.
     try:
       text = prompt + run.generate(prompt, seed=run.config.seed)[0]
     except UserError as error:  # The vocabulary may lack characters of the prompt.
@@ -74,18 +71,18 @@ def _print_plan(config, data) -> None:
   from dpjax.run import training
   from dpjax.training import sharding
 
-  sharding.check_rows(config.train.batch_size, config.train.accumulate_steps)
+  sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps)
   config, settings = build.with_vocabulary(config, data.tokenizer), config.train
-  each = training.make_batches(config, data).steps_per_epoch
-  updates = config_lib.steps_in(settings, "num", steps_per_epoch=each)
+  epoch = training.make_batches(config, data).steps_per_epoch
+  updates = config_lib.steps_in(settings, "num", steps_per_epoch=epoch)
   size = f"{settings.batch_size} x {settings.window or config.model.max_length} tokens"
-  print(f"{updates:,} updates of {size}, {updates / each:.4g} times the text; one update takes")
+  print(f"{updates:,} updates of {size}, {updates / epoch:.4g} times the text; one update takes")
   print(compile_lib.table(compile_lib.compile_steps(config, "here", steps=["train"])))
 
 
 def _parse_profile(text: str | None) -> tuple[int, int] | None:
   if text is None:
     return None
-  if found := re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text):
-    return int(found[1]), int(found[2])
+  if match := re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text):
+    return int(match[1]), int(match[2])
   raise UserError(f"--profile: expected START:STOP, two numbers of updates, got {text}")

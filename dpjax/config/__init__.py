@@ -3,41 +3,35 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from dpjax.config.checks import CHOICES as CHOICES
-  from dpjax.config.checks import check as check
-  from dpjax.config.checks import check_choice as check_choice
-  from dpjax.config.checks import check_ids as check_ids
-  from dpjax.config.checks import check_model as check_model
-  from dpjax.config.checks import check_sampling as check_sampling
-  from dpjax.config.checks import check_seed as check_seed
-  from dpjax.config.checks import idle_mixers as idle_mixers
-  from dpjax.config.checks import steps_in as steps_in
-  from dpjax.config.reading import FREE_KEYS as FREE_KEYS
-  from dpjax.config.reading import FREE_NAMES as FREE_NAMES
-  from dpjax.config.reading import LENGTH_KEYS as LENGTH_KEYS
-  from dpjax.config.reading import differences as differences
-  from dpjax.config.reading import from_dict as from_dict
-  from dpjax.config.reading import load as load
-  from dpjax.config.sections import COMPONENTS as COMPONENTS
-  from dpjax.config.sections import OPTIONAL as OPTIONAL
-  from dpjax.config.sections import apply_variant as apply_variant
-  from dpjax.config.sections import boundaries as boundaries
-  from dpjax.config.sections import component_keys as component_keys
-  from dpjax.config.sections import default as default
-  from dpjax.config.sections import default_model as default_model
-  from dpjax.config.sections import flatten as flatten
-  from dpjax.config.sections import get as get
-  from dpjax.config.sections import is_pooled as is_pooled
-  from dpjax.config.sections import middle as middle
-  from dpjax.config.sections import mixer as mixer
-  from dpjax.config.sections import mixers_in as mixers_in
-  from dpjax.config.sections import optimizer as optimizer
-  from dpjax.config.sections import place as place
-  from dpjax.config.sections import schedule as schedule
-  from dpjax.config.sections import stages_in as stages_in
-  from dpjax.registry import ConfigDict as ConfigDict
-  from dpjax.registry import in_turn as in_turn
-  from dpjax.registry import mixer_names as mixer_names
+  from dpjax.config.loading import apply_variant as apply_variant
+  from dpjax.config.loading import from_dict as from_dict
+  from dpjax.config.loading import load as load
+  from dpjax.config.registry import ConfigDict as ConfigDict
+  from dpjax.config.rules import check as check
+  from dpjax.config.rules import check_choice as check_choice
+  from dpjax.config.rules import check_ids as check_ids
+  from dpjax.config.rules import check_model as check_model
+  from dpjax.config.rules import check_sampling as check_sampling
+  from dpjax.config.rules import check_seed as check_seed
+  from dpjax.config.rules import idle_mixers as idle_mixers
+  from dpjax.config.rules import steps_in as steps_in
+  from dpjax.config.schema import boundaries as boundaries
+  from dpjax.config.schema import default as default
+  from dpjax.config.schema import default_model as default_model
+  from dpjax.config.schema import differences as differences
+  from dpjax.config.schema import fill as fill
+  from dpjax.config.schema import flatten as flatten
+  from dpjax.config.schema import get as get
+  from dpjax.config.schema import in_turn as in_turn
+  from dpjax.config.schema import is_pooled as is_pooled
+  from dpjax.config.schema import middle as middle
+  from dpjax.config.schema import mixer as mixer
+  from dpjax.config.schema import mixer_names as mixer_names
+  from dpjax.config.schema import mixers_in as mixers_in
+  from dpjax.config.schema import optimizer as optimizer
+  from dpjax.config.schema import schedule as schedule
+  from dpjax.config.schema import stages_in as stages_in
+  from dpjax.config.schema import walk as walk
 else:
   from dpjax import lazy
 

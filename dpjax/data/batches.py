@@ -10,10 +10,9 @@ Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
 
-Given the documents (`DocumentStarts`), a batch also has "document_starts", int32 [b, T]. It is 1 at
-the
-first place of a row and where a document begins: there the input is a start token instead of the
-last document's last token, so that no document sees another. With start token 9:
+Given the documents (`DocumentStarts`), a batch also has "document_starts", int32 [b, T]. It is 1
+at the first position of a row and where a document begins: there the input is a start token instead
+of the last document's last token, so that no document sees another. With start token 9:
 
   tokens 3 1 4 1 5, documents [3 1] [4 1 5], a window of 4 from the first token on
   tokens [3 9 4 1]  targets [1 4 1 5]  document_starts [1 1 0 0]
@@ -41,10 +40,10 @@ class DocumentStarts:
   start_id: int
   start_boundary: int = 0
 
-  def are_begun_at(self, places) -> np.ndarray:
-    """Whether a document begins at each of the places, bool."""
-    found = np.searchsorted(self.begins, places).clip(max=len(self.begins) - 1)
-    return self.begins[found] == places
+  def are_begun_at(self, positions) -> np.ndarray:
+    """Whether a document begins at each of the positions, bool."""
+    index = np.searchsorted(self.begins, positions).clip(max=len(self.begins) - 1)
+    return self.begins[index] == positions
 
 
 def _check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
@@ -84,25 +83,25 @@ class _Windows(abc.ABC):
     """The steps per epoch; raises a `UserError` for a stream that is too short."""
 
   @abc.abstractmethod
-  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray | bool]:
-    """The places [b, t + 1] of inputs and of a last target, and where else documents begin."""
+  def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray | bool]:
+    """The positions [b, t + 1] of inputs and of a last target, and where else documents begin."""
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch of a step >= 0."""
-    place_bt, document_starts_bt = self._places(step, rows)
-    real = place_bt.shape[1] - 1
+    position_bt, document_starts_bt = self._positions(step, rows)
+    real = position_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
-    found = self._tokens[place_bt].astype(np.int32)
+    tokens = self._tokens[position_bt].astype(np.int32)
     batch = {
-      "tokens": np.pad(found[:, :-1], padding, constant_values=self._pad_id),
-      "targets": np.pad(found[:, 1:], padding),
-      "weights": np.pad(np.ones((len(found), real), np.float32), padding),
+      "tokens": np.pad(tokens[:, :-1], padding, constant_values=self._pad_id),
+      "targets": np.pad(tokens[:, 1:], padding),
+      "weights": np.pad(np.ones((len(tokens), real), np.float32), padding),
     }
     if self._boundaries is not None:
-      boundaries = self._boundaries[place_bt[:, :-1]].astype(np.int32)
+      boundaries = self._boundaries[position_bt[:, :-1]].astype(np.int32)
       batch["boundaries"] = np.pad(boundaries, padding)
     if self._documents is not None:
-      document_starts_bt = self._documents.are_begun_at(place_bt) | document_starts_bt
+      document_starts_bt = self._documents.are_begun_at(position_bt) | document_starts_bt
       # The token before a document's first one belongs to another document.
       is_first = np.pad(document_starts_bt[:, 1:], padding)
       batch["tokens"][is_first] = self._documents.start_id
@@ -119,13 +118,13 @@ class _Rows(_Windows):
     if self._length < self.window + 1:
       raise UserError(
         f"train.window: expected at most {max(0, self._length - 1)} ({len(self._tokens)} tokens of "
-        f"the train split in {self.batch_size} rows give {self._length} each, the last of them a "
-        f"target alone), got {self.window}"
+        f"the train split in {self.batch_size} rows give {self._length} each, the last of them "
+        f"only a target), got {self.window}"
       )
     return -(-(self._length - 1) // self.window)
 
   def _cut(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Where rows begin in the stream, [b, 1], and the places of a window in each, [t + 1]."""
+    """Where rows begin in the stream, [b, 1], and the positions of a window in each, [t + 1]."""
     begin = index * self.window
     column_t = begin + np.arange(min(self.window, self._length - 1 - begin) + 1)
     return np.arange(self.batch_size)[rows, None] * self._length, column_t
@@ -145,7 +144,7 @@ class ContiguousRows(_Rows):
   same; the seed has no effect.
   """
 
-  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+  def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     begin_b1, column_t = self._cut(step % self.steps_per_epoch, rows)
     return begin_b1 + column_t, False
 
@@ -170,7 +169,7 @@ class ShuffledWindows(_Rows):
   Source: App. B of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761).
   """
 
-  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
+  def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
     epoch, draw = divmod(step, self.steps_per_epoch)
     # NumPy ignores zeros at the end of a seed.
     order = _permute(np.array([draw]), self.steps_per_epoch, (self._seed, epoch, 1))
@@ -201,7 +200,7 @@ class RandomWindows(_Windows):
 
   _drawn = -1, np.zeros(0)  # a block of steps, and their offsets
 
-  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+  def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     block, index = divmod(step, _DRAWN_STEPS)
     last, offsets = self._drawn
     if block != last:  # Drawing for 64 steps takes about three times as long as for one.
@@ -216,15 +215,15 @@ class RandomWindows(_Windows):
     if self._num_windows < 1:
       raise UserError(
         f"train.window: expected at most {max(0, len(self._tokens) - 1)} (the train split has "
-        f"{len(self._tokens)} tokens, the last of them a target alone), got {self.window}"
+        f"{len(self._tokens)} tokens, the last of them only a target), got {self.window}"
       )
     return -(-self._num_windows // self.batch_size)
 
 
 class EvaluationDocuments:
-  """Evaluation batches that score each document as if it stood alone, every token once.
+  """Evaluation batches that score each document by itself, every token once.
 
-  The windows of a document are those of `EvaluationWindows` for that document alone. Several may
+  The windows of a document are those of `EvaluationWindows` for that document. Several may
   share a row, and to the model each is a document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
@@ -260,7 +259,7 @@ class EvaluationDocuments:
 
   def _fill_rows(self) -> np.ndarray:
     """The first window of each row, and the number of windows."""
-    begins, ends, _ = self._places(self._windows)
+    begins, ends, _ = self._positions(self._windows)
     sizes = np.cumsum(ends - begins)
     rows = [0]
     while rows[-1] < len(sizes):
@@ -290,26 +289,26 @@ class EvaluationDocuments:
     for b, number in enumerate(numbers):
       first, last = self._rows[[number, number + 1]] if number + 1 < len(self._rows) else (0, 0)
       at = 0
-      for begin, end, counted in zip(*self._places(self._windows[first:last]), strict=True):
-        here = slice(at, at + end - begin)
+      for begin, end, counted in zip(*self._positions(self._windows[first:last]), strict=True):
+        columns = slice(at, at + end - begin)
         batch["document_starts"][b, at] = 1
-        batch["targets"][b, here] = self._tokens[begin:end]
-        batch["weights"][b, here] = np.arange(begin, end) >= counted
+        batch["targets"][b, columns] = self._tokens[begin:end]
+        batch["weights"][b, columns] = np.arange(begin, end) >= counted
         for name, stream, start in inputs:  # the input of a target is the token before
           batch[name][b, at] = start if self._documents.are_begun_at(begin) else stream[begin - 1]
-          batch[name][b, at + 1 : here.stop] = stream[begin : end - 1]
-        at = here.stop
+          batch[name][b, at + 1 : columns.stop] = stream[begin : end - 1]
+        at = columns.stop
     return batch
 
-  def _places(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  def _positions(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the targets of windows begin and end in the stream, and from where they count."""
     number = np.searchsorted(self._ends, windows, "right")
     begins = self._documents.begins
-    place, end = begins[number], np.append(begins[1:], len(self._tokens))[number]
+    first, end = begins[number], np.append(begins[1:], len(self._tokens))[number]
     before = np.where(number > 0, self._ends[number - 1], 0)
-    counted = place + (windows - before) * self._stride
+    counted = first + (windows - before) * self._stride
     stop = counted + self._stride
-    return np.maximum(place, stop - self._window), np.minimum(stop, end), counted
+    return np.maximum(first, stop - self._window), np.minimum(stop, end), counted
 
 
 class EvaluationWindows(EvaluationDocuments):
@@ -342,15 +341,15 @@ class EvaluationWindows(EvaluationDocuments):
   ):
     """Takes a stream as `EvaluationDocuments` does; `max_tokens` = 0 takes all of it."""
     self._max_tokens, self.share = max_tokens, 1.0
-    whole = DocumentStarts(np.zeros(1, np.int64), start_id, start_boundary)
+    stream = DocumentStarts(np.zeros(1, np.int64), start_id, start_boundary)
     size = tokens, window, stride, batch_size
-    super().__init__(*size, whole, boundaries=boundaries, pad_id=pad_id)
+    super().__init__(*size, stream, boundaries=boundaries, pad_id=pad_id)
 
   def _fill_rows(self) -> np.ndarray:
-    total, wanted = len(self._windows), -(-self._max_tokens // self._stride)
-    if 0 < wanted < total:
-      self._windows = np.sort(_permute(self._windows[:wanted], total, (0,)))
-      _, ends, counted = self._places(self._windows)
+    total, required = len(self._windows), -(-self._max_tokens // self._stride)
+    if 0 < required < total:
+      self._windows = np.sort(_permute(self._windows[:required], total, (0,)))
+      _, ends, counted = self._positions(self._windows)
       self.share = int((ends - counted).sum()) / len(self._tokens)
     return np.arange(len(self._windows) + 1)
 
@@ -363,16 +362,16 @@ class EvaluationWindows(EvaluationDocuments):
 
 def draw(draws: np.ndarray, num_windows: int, *seeds: int) -> np.ndarray:
   """The offsets of draws of windows, each of which comes once an epoch."""
-  epochs, places = np.divmod(draws, num_windows)
-  offsets = np.empty_like(places)
+  epochs, indices = np.divmod(draws, num_windows)
+  offsets = np.empty_like(indices)
   for epoch in np.unique(epochs):
-    here = epochs == epoch
-    offsets[here] = _permute(places[here], num_windows, (*seeds, int(epoch)))
+    is_in_epoch = epochs == epoch
+    offsets[is_in_epoch] = _permute(indices[is_in_epoch], num_windows, (*seeds, int(epoch)))
   return offsets
 
 
-def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
-  """Maps places by a random permutation of 0 .. size - 1, without a table.
+def _permute(indices: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarray:
+  """Maps indices by a random permutation of 0 .. size - 1, without a table.
 
   A Feistel network permutes the numbers below a power of four; results of `size` or above go
   through it again (cycle walking; Black and Rogaway 2002).
@@ -380,16 +379,16 @@ def _permute(places: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarra
   half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
   mask = np.uint64((1 << int(half)) - 1)
   keys = np.random.SeedSequence(seeds).generate_state(8, np.uint64)
-  found = places.astype(np.uint64)
-  pending = np.ones(found.shape, bool)
+  result = indices.astype(np.uint64)
+  pending = np.ones(result.shape, bool)
   while pending.any():
-    values = found[pending]
+    values = result[pending]
     left, right = values >> half, values & mask
     for key in keys:
       left, right = right, left ^ (_mix(right + key) & mask)
-    found[pending] = left << half | right
-    pending = found >= size
-  return found.astype(np.int64)
+    result[pending] = left << half | right
+    pending = result >= size
+  return result.astype(np.int64)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

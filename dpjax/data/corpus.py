@@ -1,213 +1,150 @@
-"""Corpora: three splits of text, which is streamed in parts of about 1 MiB.
+"""Corpora: any source becomes three splits, each a range of a UTF-8 file.
 
-  a range of a file or of bytes                             Chunks
-  documents with a line between them, or with titles        Marked
-  a JSON object on each line                                JsonLines
-  a file for each document                                  FileDocuments
-  the texts of several sources                              Mixed
-
-The middle three know where their documents begin; the last two of them add missing line ends.
+a plain .txt                                    the file itself
+anything compressed, JSON lines, Parquet,       data_dir/texts/NAME/train.txt, and the offsets
+several files, a corpus by its name             of the documents in train.offsets.npy
 """
 
-import abc
 import contextlib
 import dataclasses
+import functools
+import glob
 import hashlib
 import itertools
 import json
 import mmap
+import os
 import re
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from dpjax import files
-from dpjax.data.sources import reading
-from dpjax.errors import UserError
-from dpjax.text.tokenizer import is_clean_cut
+from dpjax.config.registry import load_plugins
+from dpjax.data import readers, remote
+from dpjax.data.mixture import parse
+from dpjax.data.remote import Files, Source
+from dpjax.errors import UserError, unknown
+from dpjax.text.tokenizer import rate_cut
 
 SPLITS = ("train", "valid", "test")
 CHUNK_BYTES = 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class Text(Protocol):
-  """A text in parts, for any number of iterations, and its size in bytes, at least roughly."""
-
-  def __len__(self) -> int: ...
-  def __iter__(self) -> Iterator[str]: ...
+PYTHON_MANUAL = "python_manual"
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-  """A text in three splits.
+class Text:
+  r"""The bytes `begin` .. `end` - 1 of a UTF-8 file; iteration yields its parts.
+
+    "one\n--\ntwo\n", marks "^--\n"  ->  the documents "one\n--\n" and "two\n"
+
+  A part is a document, or a chunk of about 1 MiB of a text or of a long document. A chunk ends with
+  a line, where a cut does not change the subwords (`dpjax.text.tokenizer.rate_cut`); within
+  longer lines before a space, and without spaces between any two characters. Joined, the parts are
+  the exact text. Iteration raises a `UserError` that names the first byte that is not UTF-8.
 
   Attributes:
-    name: the name of the corpus.
-    splits: "train", "valid" and "test".
-    about: the text's origin and preparation, as JSON values.
+    path: the file.
+    begin: its first byte.
+    end: one past its last byte.
+    offsets: a .npy file with the offsets in `path` at which documents begin, or None.
+    marks: a regular expression, in which ^ is the beginning of a line; a document begins with the
+      text, and after each match. "" without.
   """
 
-  name: str
-  splits: Mapping[str, Text]
-  about: dict = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-  """The UTF-8 text of the bytes `begin` .. `end` - 1 of `content`, named `source` in messages.
-
-  A part has up to 1 MiB and ends with a line, where a cut does not change the subwords of the
-  whole text (`dpjax.text.tokenizer.is_clean_cut`); within longer lines before a space, and without
-  spaces between any two characters. Joined, the parts are the exact text. Iteration raises a
-  `UserError` with the place of the first byte that is not UTF-8.
-  """
-
-  content: bytes | mmap.mmap
+  path: Path
   begin: int
   end: int
-  source: str
-
-  @classmethod
-  def whole(cls, content: bytes | mmap.mmap, source: str) -> "Chunks":
-    """All of a text, without its byte-order mark."""
-    begin = len(BYTE_ORDER_MARK) * (content[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK)
-    return cls(content, begin, len(content), source)
+  offsets: Path | None = None
+  marks: str = ""
 
   def __len__(self) -> int:
     return self.end - self.begin
 
   def __iter__(self) -> Iterator[str]:
-    begin = self.begin
-    while begin < self.end:
-      end = self._cut(begin)
-      try:
-        yield self.content[begin:end].decode()
-        unmap(self.content, begin, end)
-      except UnicodeDecodeError as error:
-        raise UserError(
-          f"data.path: expected UTF-8 text, got byte {error.object[error.start]:#04x} at offset "
-          f"{begin + error.start} of {self.source}"
-        ) from error
-      begin = end
+    return (part for chunk in self.chunks() for part, _ in chunk)
 
-  def _cut(self, begin: int) -> int:
-    """Where the part that begins at `begin` ends."""
-    end = begin + CHUNK_BYTES
-    if end >= self.end:
-      return self.end
-    last = place = self.content.rfind(b"\n", begin, end) + 1
-    while place:
-      # Two characters have up to eight bytes, of which some may be of a third.
-      before = self.content[max(begin, place - 8) : place].decode(errors="ignore")
-      if is_clean_cut(before, self.content[place : place + 8].decode(errors="ignore")):
-        return place
-      place = self.content.rfind(b"\n", begin, place - 1) + 1
-    if last:
-      return last
-    space = self.content.rfind(b" ", begin + 1, end)
-    return space if space > 0 else character_begin(self.content, end)
+  @property
+  def has_documents(self) -> bool:
+    """Whether it is known where documents begin."""
+    return self.offsets is not None or bool(self.marks)
 
+  @functools.cached_property
+  def documents(self) -> np.ndarray:
+    """The offsets of documents in the file, int64, increasing; none if they are unknown."""
+    if self.offsets is not None:
+      offsets = np.load(self.offsets, mmap_mode="r")
+      return offsets[slice(*np.searchsorted(offsets, (self.begin, self.end)))]
+    return np.fromiter(self.find_marks(), np.int64)
 
-class Documents(Text, abc.ABC):
-  """A `Text` that knows its documents."""
+  def find_marks(self) -> Iterator[int]:
+    """Yields `begin`, and where documents begin after the matches of `marks`."""
+    if self.marks:
+      yield self.begin
+      pattern = re.compile(self.marks.encode(), re.M)
+      matches = pattern.finditer(_map(self.path), self.begin, self.end)
+      # An empty match at the beginning begins no second document.
+      yield from (x.end() for x in matches if self.begin < x.end() < self.end)
 
-  @abc.abstractmethod
-  def documents(self) -> Iterator[Iterable[str]]:
-    """Yields the documents, none of them empty, in parts like those of `Chunks`."""
+  def chunks(self) -> Iterator[list[tuple[str, bool]]]:
+    """Yields lists of pairs, about 1 MiB each: a part, and whether a document begins with it."""
+    documents, begin = self.documents, self.begin
+    with files.open_plain(self.path) as file:
+      while begin < self.end:
+        file.seek(begin)
+        content = file.read(min(CHUNK_BYTES + 8, self.end - begin))
+        bounds = np.searchsorted(documents, (begin, begin + CHUNK_BYTES + 1))
+        starts = {int(x) - begin for x in documents[slice(*bounds)]}
+        size = len(content)
+        if size > CHUNK_BYTES:
+          size = max(starts, default=0) or _cut(content)
+        if not size:
+          raise UserError(f"{self.path}: expected a file of {self.end} bytes, got one of {begin}")
+        edges = itertools.pairwise(sorted({0, size} | {x for x in starts if x < size}))
+        yield [(self._decode(content[a:b], begin + a), a in starts) for a, b in edges]
+        begin += size
 
-  def __iter__(self) -> Iterator[str]:
-    for document in self.documents():
-      yield from document
-
-
-@dataclasses.dataclass(frozen=True)
-class Marked(Documents):
-  r"""Documents separated by marks, which stay: joined, the documents are the text.
-
-    "one\n--\ntwo\n", begins "^--\n"  ->  "one\n--\n" and "two\n"
-
-  A document begins with the text and after each match of the regular expression `begins`, in
-  which ^ is the beginning of a line.
-  """
-
-  text: Chunks
-  begins: str
-
-  def __len__(self) -> int:
-    return len(self.text)
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self.text)  # regardless of documents; vocabularies are learned from these
-
-  def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`."""
-    ends = (match.end() for match in self.marks())
-    for begin, end in itertools.pairwise(itertools.chain([self.text.begin], ends, [self.text.end])):
-      if begin < end:
-        yield dataclasses.replace(self.text, begin=begin, end=end)
-
-  def marks(self) -> Iterator[re.Match]:
-    """The matches of `begins`."""
-    pattern = re.compile(self.begins.encode(), re.M)
-    return pattern.finditer(self.text.content, self.text.begin, self.text.end)
+  def _decode(self, content: bytes, offset: int) -> str:
+    try:
+      return content.decode()
+    except UnicodeDecodeError as error:
+      raise UserError(
+        f"data.path: expected UTF-8 text, got byte {content[error.start]:#04x} at offset "
+        f"{offset + error.start} of {self.path}"
+      ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class JsonLines(Documents):
-  """Documents that are the strings `field` of JSON objects, one a line; blank lines are skipped."""
-
-  lines: Chunks
-  field: str
-
-  def __len__(self) -> int:
-    return len(self.lines)
-
-  def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`."""
-    content, begin, last = self.lines.content, self.lines.begin, self.lines.end
-    kept = begin
-    while begin < last:
-      if begin - kept >= CHUNK_BYTES:
-        unmap(content, kept, begin)
-        kept = begin
-      end = content.find(b"\n", begin, last) + 1 or last
-      if line := content[begin:end].strip():
-        try:
-          text = json.loads(line)[self.field]
-          if not isinstance(text, str):
-            raise TypeError(f"{self.field} of the type {type(text).__name__}")
-          yield from _document(text, self.lines.source)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-          raise UserError(
-            f"data.path: expected a JSON object with a string {self.field!r} (data.text_field) a "
-            f"line, got another line at offset {begin} of {self.lines.source} ({error!r})"
-          ) from error
-      begin = end
+def _cut(content: bytes) -> int:
+  """Where the first chunk of a text ends, given it and eight bytes more."""
+  ends: dict[int, int] = {}  # the last line end by how good a cut it is
+  end = CHUNK_BYTES + 1
+  while 2 not in ends and (end := content.rfind(b"\n", 0, end - 1) + 1):
+    # Two characters have up to eight bytes, of which some may be of a third.
+    before, after = content[max(0, end - 8) : end], content[end : end + 8]
+    ends.setdefault(rate_cut(before.decode(errors="ignore"), after.decode(errors="ignore")), end)
+  space = content.rfind(b" ", 1, CHUNK_BYTES)
+  return ends[max(ends)] if ends else space if space > 0 else _character_begin(content, CHUNK_BYTES)
 
 
-@dataclasses.dataclass(frozen=True)
-class FileDocuments(Documents):
-  """Documents that are files, plain or compressed, in order."""
-
-  paths: Sequence[Path]
-
-  def __len__(self) -> int:
-    return sum(path.stat().st_size for path in self.paths)
-
-  def documents(self) -> Iterator[Iterable[str]]:
-    """See `Documents`; drops byte-order marks."""
-    for path in self.paths:
-      yield from _document(reading.read_text(path), str(path))
+def _character_begin(content: bytes | mmap.mmap, offset: int) -> int:
+  """The last offset at or before `offset` where a UTF-8 character begins."""
+  for begin in range(offset, max(0, offset - 4), -1):
+    if begin == len(content) or content[begin] & 0xC0 != 0x80:
+      return begin
+  return offset
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
   """The texts of the sources of a mixture, in order."""
 
-  texts: Sequence[Text]
+  texts: Sequence[Any]
 
   def __len__(self) -> int:
     return sum(map(len, self.texts))
@@ -216,104 +153,412 @@ class Mixed:
     return itertools.chain.from_iterable(self.texts)
 
 
-def unmap(content: Any, begin: int, end: int) -> None:
-  """Removes what was read of a mapped file from the process's memory, where a system can."""
-  if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-    begin -= begin % mmap.PAGESIZE
-    content.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+  """A text in three splits.
+
+  Attributes:
+    name: the name of the corpus.
+    splits: "train", "valid" and "test", each the parts of its text, as strings.
+    about: the text's origin and preparation, as JSON values.
+  """
+
+  name: str
+  splits: Mapping[str, Text | Mixed]
+  about: dict = dataclasses.field(default_factory=dict)
 
 
-def _document(text: str, source: str) -> Iterator[Iterable[str]]:
-  """The parts of a document; none if it is empty."""
-  if text:
-    content = (text if text.endswith("\n") else text + "\n").encode()
-    yield Chunks(content, 0, len(content), source)
+def load_corpus(
+  name: str = PYTHON_MANUAL,
+  path: str | Path = "",
+  split_fractions: Sequence[float] = (0.9, 0.05, 0.05),
+  *,
+  data_dir: str | Path = "data",
+  manual_dir: str | Path = "",
+  documents: str = "joined",
+  text_field: str = "text",
+  separator: str = "",
+  mixture: str = "",
+) -> Corpus:
+  """Opens a text, which is written to `data_dir` first unless it is a plain file.
+
+  Args:
+    name: without a path: "python_manual", the language manual that comes with Python, or another
+      name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
+    path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; or .jsonl, a
+      document on each line; or .parquet, a document in each row; or several such files, one after
+      the other, by a pattern with *; or a folder with train.txt, valid.txt (or validation.txt)
+      and test.txt, or .jsonl, or .parquet. In a folder without these, each .txt file is a
+      document, also in subfolders; they are cut into the splits in the order of their paths, or
+      taken from subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
+    split_fractions: the shares of a single text, in bytes; train takes the rounding error. Where
+      documents are known, each split has some, and none is cut.
+    data_dir: the folder for texts that are no plain files.
+    manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
+    documents: "isolated" requires that the beginnings of documents are known.
+    text_field: the field of the text in .jsonl, or its column in .parquet.
+    separator: the line between two documents in .txt.
+    mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
+      `dpjax.data.corpus.Mixed`, and the other arguments are those of each source: field and
+      separator of those that have a use for them.
+
+  Raises:
+    UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
+      or not readable, an unknown name, or a failed download.
+  """
+  options = _Options(
+    Files(data_dir, manual_dir), split_fractions, documents == "isolated", text_field, separator
+  )
+  if mixture:
+    opened = [_open_source(source, options) for source in parse(mixture)]
+    corpora = [corpus for corpus, _ in opened]
+    splits = {x: Mixed([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
+    about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
+    corpus = Corpus("+".join(corpus.name for corpus in corpora), splits, about)
+    used = set().union(*(used for _, used in opened))
+  else:
+    corpus, used = _open(name, path, options)
+  if text_field != "text" and "text_field" not in used:
+    expected = "expected 'text' unless data.path is of .jsonl or .parquet"
+    raise UserError(f"data.text_field: {expected}, got {text_field!r}")
+  if separator and "separator" not in used:
+    expected = "expected '' unless data.path is of .txt files with several documents"
+    raise UserError(f"data.separator: {expected}, got {separator!r}")
+  return corpus
 
 
-def line_pattern(separator: str) -> str:
-  """`Marked.begins` for documents with a separator line."""
-  return rf"^{re.escape(separator)}\r?\n"
+class _Options(NamedTuple):
+  files: Files
+  split_fractions: Sequence[float]
+  is_isolated: bool
+  text_field: str
+  separator: str
 
 
-def character_begin(content: Any, place: int) -> int:
-  """The last place at or before `place` where a UTF-8 character begins."""
-  for begin in range(place, max(0, place - 4), -1):
-    if begin == len(content) or content[begin] & 0xC0 != 0x80:
-      return begin
-  return place
+def _open_source(source: str, options: _Options) -> tuple[Corpus, set[str]]:
+  """Opens a source of a mixture."""
+  try:
+    return _open(source, "", options) if is_name(source) else _open("", source, options)
+  except UserError as error:
+    expected = "expected sources that can be opened"
+    raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
 
 
-def open_text(path: Path) -> Chunks:
-  """The text of a plain file, mapped; a `UserError` if it is empty or no regular file."""
-  size = path.stat().st_size
-  if not path.is_file():
+def _open(name: str, path: str | Path, options: _Options) -> tuple[Corpus, set[str]]:
+  """The corpus of a path, else of a name, and which settings it has a use for."""
+  used = set()
+  if path:
+    corpus = _open_path(Path(path).expanduser(), options)
+    marks = readers.line_pattern(options.separator) if options.separator else ""
+  else:
+    corpus, marks = _open_name(name, options), find_source(name).documents
+  texts: Any = corpus.splits
+  if "text_field" in corpus.about:
+    used = {"text_field"}
+  elif path and not any(text.has_documents for text in texts.values()):
+    used = {"separator"}
+  if not options.is_isolated or all(text.has_documents for text in texts.values()):
+    return corpus, used
+  if not marks:
     raise UserError(
-      f"data.path: expected a readable text file or folder, got {path} (no regular file)"
+      f"data.documents: expected joined for {corpus.name}, which does not say where documents "
+      "begin, got isolated (.jsonl, .parquet, a folder of .txt files, .txt with data.separator, "
+      "datasets of the Hugging Face Hub and some corpora have documents)"
     )
-  if not size:
+  splits = {split: dataclasses.replace(text, marks=marks) for split, text in texts.items()}
+  if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
+    raise UserError(
+      "data.documents, data.separator: expected a text with marks between documents, got "
+      f"{corpus.name}, in which no {marks!r} is found"
+    )
+  return Corpus(corpus.name, splits, {**corpus.about, "documents": marks}), used
+
+
+def _open_path(path: Path, options: _Options) -> Corpus:
+  """The text of a file, a pattern or a folder; `about` identifies its files."""
+  texts, about = {}, {"files": []}
+  try:
+    by_split = _find_files(path, options.files.texts)
+    for split, paths in by_split.items():
+      are_documents = path.is_dir() and (not split or paths[0].parent != path)
+      texts[split], each = _open_files(paths, options, are_documents=are_documents)
+      about["files"] += each.pop("files")
+      about |= each
+  except OSError as error:
+    raise UserError(
+      f"data.path: expected a readable text file or folder, got "
+      f"{error.filename or path} ({error.strerror})"
+    ) from error
+  if "" in texts:
+    about["split_fractions"] = list(options.split_fractions)
+    texts = cut_splits(texts[""], options.split_fractions, str(path))
+  return Corpus(path.name if path.is_dir() else _corpus_name(by_split[""]), texts, about)
+
+
+def _corpus_name(paths: Sequence[Path]) -> str:
+  """The name of a file without its suffixes, or that of the folder of several."""
+  if len(paths) > 1:
+    return paths[0].resolve().parent.name
+  return Path(paths[0].stem).stem if readers.is_compressed(paths[0]) else paths[0].stem
+
+
+def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
+  """The files of each split, or, with the key "", those of one text, which is to be cut."""
+  if not path.is_dir():
+    paths = [path]
+    if not path.exists() and glob.has_magic(str(path)):
+      paths = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
+      if not paths:
+        raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
+    return {"": paths}
+  by_split = {}
+  for split in SPLITS:
+    if file := readers.find_split(path, split, (".txt", *readers.RECORDS)):
+      by_split[split] = [file]
+    elif folder := next((path / x for x in readers.stems(split) if (path / x).is_dir()), None):
+      if not (paths := _text_files(folder, texts)):
+        raise UserError(f"data.path: expected .txt files, each a document, got none in {folder}")
+      by_split[split] = paths
+  if not by_split and (paths := _text_files(path, texts)):
+    return {"": paths}
+  for split in SPLITS:
+    if split not in by_split:
+      raise UserError(
+        f"data.path: expected {' or '.join(f'{x}.txt' for x in readers.stems(split))} in the "
+        f"folder, or as .jsonl or .parquet, or a folder of documents, got {path} without"
+      )
+  return by_split
+
+
+def _text_files(folder: Path, texts: Path) -> list[Path]:
+  """The .txt files in a folder, but for those that dpjax writes to `texts`."""
+  endings, texts = tuple(f".txt{suffix}" for suffix in readers.OPENERS), texts.resolve()
+  paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
+  return sorted(x for x in paths if texts not in x.resolve().parents)
+
+
+def _open_files(
+  paths: Sequence[Path], options: _Options, *, are_documents: bool
+) -> tuple[Text, dict[str, Any]]:
+  """The text of files, and what identifies it."""
+  (file_type, *others) = sorted({readers.file_type(path) for path in paths})
+  if others:
+    names = ", ".join([file_type, *others])
+    raise UserError(f"data.path: expected files of one type, got {names}")
+  ids = []
+  for path in paths:
+    if path.stat() and not path.is_file():
+      expected = "expected a readable text file or folder"
+      raise UserError(f"data.path: {expected}, got {path} (no regular file)")
+    ids.append([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns])
+  about: dict[str, Any] = {"files": ids if len(ids) == 1 else [_digest(ids)]}
+  read: Callable[[Path], Iterable[str]] = readers.read_blocks
+  if file_type != ".txt":
+    about["text_field"] = options.text_field
+    read = functools.partial(readers.read_records, columns=[options.text_field])
+  elif are_documents:
+    read = _read_document
+  elif len(paths) == 1 and not readers.is_compressed(paths[0]):
+    return _open_plain(paths[0]), about
+  are_documents |= file_type != ".txt"
+  inputs = {**about, "are_documents": are_documents}
+  name = f"{files.short_name(_corpus_name(paths))}_{_digest(inputs)[:8]}"
+
+  def read_all() -> Iterator[tuple[str, str]]:
+    return (("train", text) for path in paths for text in read(path))
+
+  texts, _ = write_texts(options.files.texts / name, inputs, read_all, are_documents=are_documents)
+  return texts["train"], about
+
+
+def _read_document(path: Path) -> list[str]:
+  return [readers.read_text(path)]
+
+
+def _open_plain(path: Path) -> Text:
+  """The text of a plain file, without its byte-order mark."""
+  if not (size := path.stat().st_size):
     raise UserError(f"data.path: expected a text, got the empty file {path}")
   with path.open("rb") as file:
-    return Chunks.whole(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), str(path))
+    return Text(path, 3 * (file.read(3) == BYTE_ORDER_MARK), size)
 
 
-def cut_splits(
-  content: Any, fractions: Sequence[float], source: str, *, whole_lines: bool = False
-) -> dict[str, Chunks]:
-  """Cuts a text, bytes or a mapped file, in order; a split with the share 0 is empty.
+def _digest(value: Any) -> str:
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
-  `whole_lines` cuts only at line ends. Raises a `UserError` for a text that is too short.
+
+def cut_splits(text: Text, fractions: Sequence[float], source: str) -> dict[str, Text]:
+  """Cuts a text in order, between documents if they are known, else at line ends if there are some.
+
+  A split with the share 0 is empty. Raises a `UserError` for a text that is too short.
   """
-  size = len(content)
+  size, shares = text.end, (1, *fractions[1:])
   valid, test = (int(size * fraction) for fraction in fractions[1:])
-  if whole_lines:
-    second = content.rfind(b"\n", 0, size - test) + 1
-    first = content.rfind(b"\n", 0, max(0, min(size - valid - test, second - 1))) + 1
-    first = first if valid else second
+  if text.has_documents:
+    starts, num_documents = text.documents, len(text.documents)
+    first, second = np.searchsorted(starts, (size - valid - test, size - test), "right") - 1
+    second = (
+      min(max(second, 1 + bool(shares[1])), num_documents - 1) if shares[2] else num_documents
+    )
+    first = min(max(first, 1), second - 1) if shares[1] else second
+    cuts = [int(x) for x in np.append(starts, [size] * 2)[[first, second]]]
   else:
+    content = _map(text.path)
     first = _line_end(content, 0, size - valid - test)
     second = _line_end(content, first, size - test) if valid else first
-  second = second if test else size
-  places = Chunks.whole(content, source).begin, first, second, size
-  texts = [Chunks(content, begin, end, source) for begin, end in itertools.pairwise(places)]
-  shares = (1, *fractions[1:])
-  if any(x.begin >= x.end and share for x, share in zip(texts, shares, strict=True)):
+    cuts = first, second if test else size
+  edges = itertools.pairwise((text.begin, *cuts, size))
+  splits = {
+    x: dataclasses.replace(text, begin=a, end=b) for x, (a, b) in zip(SPLITS, edges, strict=True)
+  }
+  if any(x.end <= x.begin and y for x, y in zip(splits.values(), shares, strict=True)):
     raise UserError(
       f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
     )
-  return dict(zip(SPLITS, texts, strict=True))
+  return splits
 
 
-def _line_end(content: Any, begin: int, end: int) -> int:
+def _line_end(content: mmap.mmap, begin: int, end: int) -> int:
   """The last line end in the second half of begin .. end, or `end` if there is none."""
-  line_end = content.rfind(b"\n", (begin + end) // 2, end) + 1
-  return line_end or character_begin(content, end)
+  return content.rfind(b"\n", (begin + end) // 2, end) + 1 or _character_begin(content, end)
 
 
-def build_texts(
-  folder: Path, inputs: Mapping[str, Any], read: Callable[[], Iterable[tuple[str, str]]]
-) -> tuple[dict[str, Chunks], dict[str, Any]]:
-  """Opens train.txt and so on in a folder, built once from pairs of a split and a piece of text.
+def _map(path: Path) -> mmap.mmap:
+  """The content of a file that is not empty."""
+  with path.open("rb") as file:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-  Returns the texts of the splits, and their sizes and checksums.
+
+def write_texts(
+  folder: Path,
+  inputs: Mapping[str, Any],
+  read: Callable[[], Iterable[tuple[str, str]]],
+  *,
+  are_documents: bool = False,
+) -> tuple[dict[str, Text], dict[str, Any]]:
+  """Opens train.txt and so on in a folder, written once from pairs of a split and a piece of text.
+
+  With `are_documents`, each piece is a document: it gets a line end if it has none, and where it
+  begins is kept in train.offsets.npy; an empty one is left out. Returns the texts of the splits,
+  and their sizes and checksums.
   """
 
   def build(partial: Path) -> dict[str, Any]:
-    opened, sums, texts = {}, {}, {}
+    outputs, offsets = {}, {}
     bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
     with contextlib.ExitStack() as stack, bar:
       for split, piece in read():
-        if split not in opened:
-          opened[split] = stack.enter_context((partial / f"{split}.txt").open("wb"))
-          sums[split], texts[split] = hashlib.sha256(), {"bytes": 0, "characters": 0}
-        bar.update(opened[split].write(content := piece.encode()))
-        sums[split].update(content)
-        texts[split]["bytes"] += len(content)
-        texts[split]["characters"] += len(piece)
-      files.sync(*opened.values())
-    empty = [split for split in texts if not texts[split]["bytes"]]
+        if split not in outputs:
+          outputs[split] = stack.enter_context((partial / f"{split}.txt").open("wb"))
+          offsets[split] = array("q")
+        if are_documents and piece:
+          offsets[split].append(outputs[split].tell())
+          piece += "" if piece.endswith("\n") else "\n"
+        bar.update(outputs[split].write(piece.encode()))
+      files.sync(*outputs.values())
+    for split in offsets if are_documents else ():
+      np.save(partial / f"{split}.offsets.npy", np.array(offsets[split], np.int64))
+    texts = {split: partial / f"{split}.txt" for split in outputs}
+    empty = [split for split, path in texts.items() if not path.stat().st_size]
     if empty or "train" not in texts:
       raise UserError(f"{folder.name}: expected text in the split {(empty or SPLITS)[0]}, got none")
-    return {"texts": {x: {**texts[x], "sha256": sums[x].hexdigest()} for x in texts}}
+    sums = {x: {"bytes": y.stat().st_size, "sha256": files.checksum(y)} for x, y in texts.items()}
+    return {"texts": sums}
 
   texts = files.build_once(folder, inputs, build)["texts"]
-  return {x: open_text(folder / f"{x}.txt") for x in SPLITS if x in texts}, texts
+  splits = {}
+  for split in (x for x in SPLITS if x in texts):
+    offsets = folder / f"{split}.offsets.npy" if are_documents else None
+    splits[split] = Text(folder / f"{split}.txt", 0, texts[split]["bytes"], offsets)
+  return splits, texts
+
+
+def _read_manual(_: Files) -> Iterator[tuple[str, str]]:
+  """The language manual of Python."""
+  try:
+    from pydoc_data.topics import topics
+  except ImportError as error:
+    raise UserError(
+      "data.name: expected a Python with its manual (pydoc_data.topics), got one without; install "
+      "it (Debian, Ubuntu: apt install libpython3-stdlib) or give your own text with data.path"
+    ) from error
+  yield "train", "\n".join(topics[topic] for topic in sorted(topics))
+
+
+SOURCES = {
+  PYTHON_MANUAL: Source(
+    "the language manual that comes with Python",
+    _read_manual,
+    "PSF",
+    "0.4 MB",
+    "docs.python.org/3/reference",
+    version=sys.hexversion,
+  )
+}
+
+
+def register_corpus(name: str, source: Source) -> None:
+  """Registers a corpus for `data.name`; a `UserError` if the name is taken or no identifier."""
+  if name in SOURCES or not name.isidentifier():
+    raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
+  SOURCES[name] = source
+
+
+def find_source(name: str) -> Source:
+  """The corpus of a registered name, of hf:NAME or of tfds:NAME; a `UserError` for another."""
+  for prefix, source in remote.PREFIXES.items():
+    if name.startswith(prefix):
+      return source(name)
+  if name not in SOURCES:
+    load_plugins()
+  if name not in SOURCES:
+    others = ("hf:OWNER/NAME of the Hugging Face Hub", "tfds:NAME of TensorFlow Datasets")
+    is_old = len(SOURCES) == 1  # an installation from before the entry point
+    note = " (in a clone, `pip install -e .` adds the papers' corpora)" if is_old else ""
+    raise unknown("data.name", (*SOURCES, *others, "or a data.path"), name, note)
+  return SOURCES[name]
+
+
+def is_name(source: str) -> bool:
+  """Whether a source of a mixture is a corpus by its name; others are paths."""
+  load_plugins()
+  return source in SOURCES or source.startswith((*remote.PREFIXES,))
+
+
+def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
+  """The pieces of a named corpus.
+
+  train.txt, valid.txt and test.txt, plain or compressed, in a folder NAME of the manual folder
+  come first.
+  """
+  folder = all_files.manual_dir / name
+  paths = {x: path for x in SPLITS if (path := readers.find_split(folder, x))}
+  if not paths:
+    return find_source(name).read(all_files)
+  if missing := [f"{split}.txt" for split in SPLITS if split not in paths]:
+    raise UserError(
+      f"data.manual_dir: expected train.txt, valid.txt and test.txt, got {folder} "
+      f"without {', '.join(missing)}"
+    )
+  return ((split, piece) for split, path in paths.items() for piece in readers.read_blocks(path))
+
+
+def _open_name(name: str, options: _Options) -> Corpus:
+  """The text of a named corpus, in data_dir; missing splits are cut from the end of train."""
+  source, folder = find_source(name), options.files.texts / re.sub(r"[^\w.-]", "_", name)
+  are_documents = source.yields_documents
+  about = {"name": name, "version": source.version, "are_documents": are_documents}
+
+  def read() -> Iterator[tuple[str, str]]:
+    print(f"preparing {folder.name} in {folder.parent}", flush=True)
+    return read_source(name, options.files)
+
+  splits, about["texts"] = write_texts(folder, about, read, are_documents=are_documents)
+  if len(splits) < len(SPLITS):
+    fractions = [
+      0.0 if split in splits else fraction
+      for split, fraction in zip(SPLITS, options.split_fractions, strict=True)
+    ]
+    splits = {**cut_splits(splits.pop("train"), fractions, folder.name), **splits}
+    about["split_fractions"] = list(options.split_fractions)
+  return Corpus(folder.name, splits, about)

@@ -107,21 +107,22 @@ class MixedWindows(RandomWindows):
       count += (numbers >> bit & 1) * (below_last - below_first)
     return count
 
-  def _places(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
+  def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
     sources = self.sources(numbers)
     draws, offsets = self._count_before(numbers, sources), np.empty_like(numbers)
     for source in np.unique(sources):
-      here = sources == source
-      found = draw(draws[here], int(self._num_windows[source]), self._seed, int(source) + 1)
-      offsets[here] = self._begins[source] + found
+      is_of_source = sources == source
+      num_windows = int(self._num_windows[source])
+      drawn = draw(draws[is_of_source], num_windows, self._seed, int(source) + 1)
+      offsets[is_of_source] = self._begins[source] + drawn
     return offsets[:, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
-    if (least := int(self._num_windows.min())) < 1:
+    if (shortest := int(self._num_windows.min()) + self.window) <= self.window:
       raise UserError(
-        f"train.window: expected at most {max(0, self.window + least - 1)} (the shortest source of "
-        f"data.mixture has {self.window + least} training tokens), got {self.window}"
+        f"train.window: expected at most {max(0, shortest - 1)} (the shortest source of "
+        f"data.mixture has {shortest} training tokens), got {self.window}"
       )
     return -(-int(self._num_windows.sum()) // self.batch_size)
 

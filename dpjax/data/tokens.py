@@ -6,33 +6,42 @@
   tokenizer.json, unigram.model (what the boundaries learned)
   data.json                 counts, and the checksums of the .bin files
 
-All runs share these folders of data_dir/tokens. A run's own folder, a reference, has only the
-small files and, in data.json, the path of the others.
+All runs share these folders of data_dir/tokens. A run's folder, a reference, has only the small
+files and, in data.json, the path of the others. A folder in the making has a second one beside it,
+NAME.shards, with the tokens of each 32 MiB of text, so that a stopped process repeats one of them.
 """
 
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from dpjax import files
-from dpjax.data.corpus import SPLITS, Corpus, Text
-from dpjax.data.encoding import Encoder, Progress, encode_text
+from dpjax.data.corpus import SPLITS, Corpus, Mixed, Text
 from dpjax.errors import UserError
 from dpjax.text.tokens import CHARACTER_KINDS, Tokenizer, tokenizer_from_json, train_tokenizer
 
 FORMAT = 1
-LEARN_BYTES = 2**30  # of text, that a vocabulary is learned from at most
+MAX_TRAIN_BYTES = 2**30  # of text, from which a vocabulary is trained
+SHARD_SIZE = 2**25  # characters
+LARGE_BYTES = 2**25  # from here on a bar is shown
 UNITS = ("tokens", "characters", "words", "bytes")
-_LEARNED = "unigram.model"  # of any kind of boundaries
+_FITTED = "unigram.model"  # of any type of boundaries
+_INPUTS = "inputs.json"  # of what the shards are
+
+Chunk = list[tuple[str, bool]]  # see `Text.chunks`
 
 
 class _Arrays(collections.UserDict[str, Any]):
@@ -47,10 +56,10 @@ class _Arrays(collections.UserDict[str, Any]):
 
   def __getitem__(self, split: str) -> np.memmap:
     path, size = self.data[split]
-    found = path.stat().st_size if path.exists() else "no such file"
-    if found != size:
+    actual = path.stat().st_size if path.exists() else "no such file"
+    if actual != size:
       raise UserError(
-        f"{path}: expected {size} bytes, got {found}; `dpjax train --workdir=RUN --tokenize_only` "
+        f"{path}: expected {size} bytes, got {actual}; `dpjax train --workdir=RUN --tokenize_only` "
         "makes the tokens of a run again"
       )
     expected = self._unchecked.get(path.name)
@@ -73,14 +82,14 @@ class Tokens:
 
   Attributes:
     name: the name of the corpus.
-    tokenizer: the one that made its tokens.
+    tokenizer: the one that encoded it.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
       Words are separated by white space, and each line end counts as a word. Of a mixture also
       "sources", the tokens of each source, which follow each other.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
-    learned: what their kind learned from the train split, b"" if nothing.
-    kind: None, or their kind (`dpjax.layers.Boundaries`), for other texts.
+    learned: what was fitted to the train split for them, b"" if nothing.
+    kind: None, or the `dpjax.layers.Boundaries` that they are of, for other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
     documents: None, or for each split the first tokens of documents, int64, increasing from 0.
@@ -104,7 +113,7 @@ class Tokens:
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads whole splits, all by default, that were not used before.
+    """Reads splits to their ends, all by default, if they were not used before.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
@@ -124,6 +133,151 @@ class Tokens:
     return _encoder(self.tokenizer, self.kind, self.learned)(text)[1]
 
 
+class Counter:
+  r"""Counts a text in parts.
+
+    "to b", "e\n"  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
+
+  Words are separated by white space, and each line end counts as a word.
+  """
+
+  def __init__(self):
+    self._sha256 = hashlib.sha256()
+    self._counts = {"characters": 0, "words": 0, "bytes": 0}
+    self._in_word = False
+
+  def add(self, part: str) -> int:
+    """Counts a part and returns its size in bytes."""
+    encoded = part.encode()
+    if part:
+      self._sha256.update(encoded)
+      self._counts["characters"] += len(part)
+      self._counts["bytes"] += len(encoded)
+      # A word may continue from the last part.
+      is_split = self._in_word and not part[0].isspace()
+      self._counts["words"] += len(part.split()) + part.count("\n") - is_split
+      self._in_word = not part[-1].isspace()
+    return len(encoded)
+
+  def result(self) -> dict:
+    """The counts so far."""
+    return {**self._counts, "sha256": self._sha256.hexdigest()}
+
+
+def count_text(parts: Iterable[str]) -> dict:
+  """The counts of a text in parts; see `Counter`."""
+  counter = Counter()
+  for part in parts:
+    counter.add(part)
+  return counter.result()
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+  """Encodes a part of a text."""
+
+  tokenizer: Tokenizer
+  segment: Callable[[str, Tokenizer], np.ndarray] | None = None
+
+  def __call__(self, part: str) -> list[np.ndarray]:
+    """The tokens' ids and, with `segment`, their boundaries."""
+    arrays = [self.tokenizer.encode(part).astype(self.dtype)]
+    if self.segment is not None:
+      boundaries = np.asarray(self.segment(part, self.tokenizer))
+      if boundaries.shape != arrays[0].shape or not np.isin(boundaries, (0, 1)).all():
+        raise UserError(
+          f"model.boundaries: expected 0 or 1 for each of {len(arrays[0])} tokens of a text, got "
+          f"{boundaries.shape} of {boundaries.dtype}"
+        )
+      arrays.append(boundaries.astype(np.uint8))
+    return arrays
+
+  @property
+  def dtype(self) -> np.dtype:
+    """The dtype of the tokens on disk."""
+    return np.dtype(np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.int32)
+
+
+def encode_text(
+  text: Text | Mixed | Iterable[str], encoder: Encoder, folder: Path, split: str, shards: Path
+) -> dict:
+  """Encodes a text into files of `folder`; those of `shards` that it has are not encoded again.
+
+  Returns "tokens" and the counts of `count_text`; where documents are known, "documents", which
+  does not count those without tokens; and for `Mixed`, "sources", the tokens of each.
+  """
+  texts: Any = text.texts if isinstance(text, Mixed) else [text]
+  has_documents = all(getattr(x, "has_documents", False) for x in texts)
+  # Boundaries of words cache their results, which is not safe in several threads.
+  num_threads = 1 if encoder.segment else max(2, os.cpu_count() or 1)
+  total = sum(map(len, texts))
+  hidden = True if total < LARGE_BYTES else None  # None: hidden where there is no terminal
+  counter, sources, starts = Counter(), [0] * len(texts), [np.zeros(0, np.int64)]
+  with contextlib.ExitStack() as stack:
+    threads = concurrent.futures.ThreadPoolExecutor(num_threads)
+    stack.callback(threads.shutdown, cancel_futures=True)
+    bar = tqdm(total=total, desc=f"encoding {split}", unit="B", unit_scale=True, disable=hidden)
+    stack.enter_context(bar)
+
+    def encode(chunk: Chunk) -> list[list[np.ndarray]]:
+      return [encoder(part) for part, _ in chunk]
+
+    suffixes = ["", *[".boundaries"] * (encoder.segment is not None)]
+    outputs = [stack.enter_context((folder / f"{split}{x}.bin").open("wb")) for x in suffixes]
+    for source, each in enumerate(texts):
+      for i, chunks in enumerate(_shards(each)):
+        sizes = [sum(counter.add(part) for part, _ in chunk) for chunk in chunks]
+        path, digest = shards / f"{split}-{source}-{i:05}.npz", counter.result()["sha256"]
+        if not (arrays := _load_shard(path, digest)):
+          encoded = []
+          for size, parts in zip(sizes, threads.map(encode, chunks), strict=True):
+            encoded += parts
+            bar.update(size)
+          arrays = [np.concatenate(column) for column in zip(*encoded, strict=True)]
+          begins = np.cumsum([0, *(len(x[0]) for x in encoded)], dtype=np.int64)[:-1]
+          arrays.append(begins[np.array([is_first for chunk in chunks for _, is_first in chunk])])
+          with files.replacing_file(path) as file:
+            np.savez(file, *arrays, digest=digest)
+        else:
+          bar.update(sum(sizes))
+        starts.append(sum(sources) + arrays[-1])
+        sources[source] += len(arrays[0])
+        for file, array in zip(outputs, arrays, strict=False):
+          file.write(array.data)
+    counts = {"tokens": sum(sources), **counter.result()}
+    if has_documents:
+      # A document without tokens has the start of the next one.
+      documents = np.unique(np.concatenate(starts))
+      documents = documents[documents < counts["tokens"]]
+      counts["documents"] = len(documents)
+      outputs.append(stack.enter_context((folder / f"{split}.documents.bin").open("wb")))
+      outputs[-1].write(documents.data)
+    files.sync(*outputs)
+  return counts | ({"sources": sources} if isinstance(text, Mixed) else {})
+
+
+def _shards(text: Text | Iterable[str]) -> Iterator[list[Chunk]]:
+  """Lists of chunks with about `SHARD_SIZE` characters."""
+  shard, size = [], 0
+  for chunk in text.chunks() if isinstance(text, Text) else ([(part, False)] for part in text):
+    shard.append(chunk)
+    size += sum(len(part) for part, _ in chunk)
+    if size >= SHARD_SIZE:
+      yield shard
+      shard, size = [], 0
+  if shard:
+    yield shard
+
+
+def _load_shard(path: Path, digest: str) -> list[np.ndarray]:
+  """The arrays of a shard; none if it is missing, or if the text up to its end has changed."""
+  if not path.exists():
+    return []
+  with np.load(path) as content:
+    names = [name for name in content.files if name != "digest"]
+    return [content[name] for name in names] if str(content["digest"]) == digest else []
+
+
 def tokenize(
   corpus: Corpus,
   folder: str | Path,
@@ -136,29 +290,28 @@ def tokenize(
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
   Opens existing tokens of the same text and settings, and replaces others. Continues what a stopped
-  process began. A vocabulary is learned from at most 1 GiB, spread over the train split.
+  process began. A vocabulary is trained on at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
     folder: receives the files.
-    kind: the kind of the tokenizer, or the tokenizer itself.
+    kind: the name of the tokenizer, or the tokenizer itself.
     shared: whether to write into a subfolder of `folder`, named after its content.
-    boundaries: None, or a kind of boundaries that needs the text, such as
+    boundaries: None, or boundaries that need the text, such as
       `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
     **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
   Raises:
     UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
-  name, known = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
-  if known is None and settings.get("file"):
-    whole = {key: value for key, value in settings.items() if key != "restrict"}
-    known = train_tokenizer(name, (), **whole)
+  name, loaded = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
+  if loaded is None and settings.get("file"):
+    loaded = train_tokenizer(name, (), **{**settings, "restrict": False})
   has_boundaries = boundaries is not None
   if has_boundaries and name not in CHARACTER_KINDS:
     raise UserError(
-      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with "
-      f"{type(boundaries).__name__} boundaries, got {name}"
+      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with boundaries that follow from "
+      f"the text, got {name}"
     )
   made: dict[str, Any] = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
@@ -166,41 +319,48 @@ def tokenize(
     "kind": name,
     **{key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")},
   }
-  if known is not None:
-    made["vocabulary"] = _digest(known.to_json())
+  if loaded is not None:
+    made["vocabulary"] = _digest(loaded.to_json())
   elif name not in CHARACTER_KINDS:
     made["vocab_size"] = settings.get("vocab_size", 0)
   if has_boundaries:
-    made["unigram"] = boundaries.text_settings()
+    made["unigram"] = boundaries.key
   folder = Path(folder)
   if shared:
     folder /= (
       f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
     )
   inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
+  inputs = json.loads(json.dumps(inputs))
+  shards = folder.with_name(f"{folder.name}.shards")
 
   def build(partial: Path) -> dict[str, Any]:
-    progress = Progress(partial, json.loads(json.dumps(inputs)))
-    if progress.splits:
-      tokenizer, learned = _open_encoder(partial, boundaries)
-    else:
-      given = kind if known is None or settings.get("restrict") else known
-      tokenizer, learned = _learn(corpus, given, boundaries, settings)
-      _write_encoder(partial, tokenizer, learned)
-    encoder = _encoder(tokenizer, boundaries, learned)
     counts = {}
-    for split, text in corpus.splits.items():
-      counts[split] = encode_text(text, encoder, partial, split, progress)
-      if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
-        where = f"the {split} split of {corpus.name}"
-        raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
+    if files.read_json(shards / _INPUTS) == inputs:
+      tokenizer, fitted = _open_encoder(shards, boundaries)
+    else:
+      shutil.rmtree(shards, ignore_errors=True)
+      to_train = kind if loaded is None or settings.get("restrict") else loaded
+      tokenizer, fitted = _train(corpus, to_train, boundaries, settings)
+      shards.mkdir()
+      _write_encoder(shards, tokenizer, fitted)
+      files.write_json(shards / _INPUTS, inputs)
+    _write_encoder(partial, tokenizer, fitted)
+    encoder = _encoder(tokenizer, boundaries, fitted)
+    try:
+      for split, text in corpus.splits.items():
+        counts[split] = encode_text(text, encoder, partial, split, shards)
+        if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
+          where = f"the {split} split of {corpus.name}"
+          raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
+    except UserError:
+      shutil.rmtree(shards)
+      raise
     checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
-    (partial / files.PROGRESS).unlink(missing_ok=True)
-    for _ in files.left_beside(partial / files.PROGRESS):
-      pass
     return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
 
   files.build_once(folder, inputs, build)
+  shutil.rmtree(shards, ignore_errors=True)
   return open_tokens(folder, boundaries=boundaries)
 
 
@@ -209,51 +369,49 @@ def _digest(content: str) -> str:
 
 
 class _Sample:
-  """Parts of a text, spread evenly, up to `LEARN_BYTES` of them."""
+  """Parts of a text, spread evenly, up to `MAX_TRAIN_BYTES` of them."""
 
-  def __init__(self, text: Text):
+  def __init__(self, text: Text | Mixed):
     self._text = text
     self.error: ValueError | None = None  # in reading the text; libraries wrap it
 
   def __iter__(self) -> Iterator[str]:
-    share = min(1.0, LEARN_BYTES / max(1, len(self._text)))
-    seen = given = 0
+    share = min(1.0, MAX_TRAIN_BYTES / max(1, len(self._text)))
+    read = taken = 0
     try:
       for part in self._text:
-        seen += len(part)
-        if given >= LEARN_BYTES:  # The length is that of packed files.
-          return
-        if given < seen * share:
-          given += len(part)
+        read += len(part)
+        if taken < min(read * share, MAX_TRAIN_BYTES):
+          taken += len(part)
           yield part
     except ValueError as error:
       self.error = error
       raise
 
 
-def _learn(
+def _train(
   corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
 ) -> tuple[Tokenizer, bytes]:
-  """The tokenizer of a text, and what its boundaries learn."""
+  """The tokenizer of a text, and what is fitted for its boundaries."""
   text = corpus.splits["train"]
   sample = _Sample(text)
   try:
     if not isinstance(kind, Tokenizer):
-      is_whole = kind in CHARACTER_KINDS or settings.get("file")
-      kind = train_tokenizer(kind, text if is_whole else sample, **settings)
-    return kind, b"" if boundaries is None else boundaries.learn(sample)
+      takes_all = kind in CHARACTER_KINDS or settings.get("file")
+      kind = train_tokenizer(kind, text if takes_all else sample, **settings)
+    return kind, b"" if boundaries is None else boundaries.fit(sample)
   except ValueError as error:
     raise sample.error or error from error
 
 
-def _encoder(tokenizer: Tokenizer, boundaries: Any, learned: bytes) -> Encoder:
-  of_text = None if boundaries is None else functools.partial(boundaries.of_text, learned=learned)
+def _encoder(tokenizer: Tokenizer, boundaries: Any, fitted: bytes) -> Encoder:
+  of_text = None if boundaries is None else functools.partial(boundaries.compute, fitted=fitted)
   return Encoder(tokenizer, of_text)
 
 
 def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
   if learned:
-    (folder / _LEARNED).write_bytes(learned)
+    (folder / _FITTED).write_bytes(learned)
   (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
 
 
@@ -262,7 +420,7 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
   path = folder / "tokenizer.json"
   try:
     tokenizer = tokenizer_from_json(files.read_file(path).decode())
-    path = folder / _LEARNED
+    path = folder / _FITTED
     learned = files.read_file(path) if path.exists() else b""
     if boundaries is not None:
       _encoder(tokenizer, boundaries, learned)("")
@@ -304,8 +462,8 @@ def open_tokens(
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
-    boundaries: None, or the kind that `tokenize` was given, for other texts.
-    is_checked: whether the files were checked just now, so that first use reads none whole.
+    boundaries: None, or those that `tokenize` was called with, for other texts.
+    is_checked: whether the files were checked just now, so that first use does not read them.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.
@@ -321,9 +479,9 @@ def open_tokens(
     checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
     tokens = folder
     if "tokens" in content:
-      given = Path(os.path.normpath(folder.resolve() / content["tokens"]))
-      moved = Path(data_dir, "tokens", given.name)
-      tokens = moved if (moved / "train.bin").exists() and not given.exists() else given
+      tokens = Path(os.path.normpath(folder.resolve() / content["tokens"]))
+      moved = Path(data_dir, "tokens", tokens.name)
+      tokens = moved if (moved / "train.bin").exists() and not tokens.exists() else tokens
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     sums = {} if is_checked else checksums
     splits = _Arrays(tokens, ".bin", dtype, sizes, sums)

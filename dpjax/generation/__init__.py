@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+  from dpjax.generation.decode import advance as advance
+  from dpjax.generation.decode import begin as begin
+  from dpjax.generation.decode import init_window as init_window
+  from dpjax.generation.decode import sliding_window as sliding_window
   from dpjax.generation.generator import Generator as Generator
   from dpjax.generation.generator import Piece as Piece
-  from dpjax.generation.loop import advance as advance
-  from dpjax.generation.loop import begin as begin
-  from dpjax.generation.loop import init_window as init_window
-  from dpjax.generation.loop import sliding_window as sliding_window
   from dpjax.generation.sampling import sample as sample
 else:
   from dpjax import lazy

@@ -1,4 +1,4 @@
-"""Streams the continuations of prompts by a trained model; the loop is in `.loop`."""
+"""Streams the continuations of prompts by a trained model; token by token it is `.decode`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
-from dpjax.generation import loop
+from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel
-from dpjax.registry import ConfigDict
-from dpjax.text.streaming import TextStream
-from dpjax.text.tokenizer import Tokenizer
+from dpjax.text.tokenizer import TextStream, Tokenizer
 
-# Tokens between two looks at them, by steps or by full passes.
+# Tokens of a call, by steps and by full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4
 
 
@@ -37,7 +36,7 @@ class Sampling(TypedDict, total=False):
   temperature: float | None
   top_k: int | None
   top_p: float | None
-  beyond_window: str | None
+  overflow: str | None
   seed: int
   num_samples: int
   stop: Sequence[str]
@@ -53,7 +52,7 @@ class Generator:
     self._settings, self._sample = settings, sample
     self._model, self._tokenizer = model, tokenizer
     self._window = settings.max_length
-    self._draws_boundaries = any(kind.draws_in_evaluation for kind in build_boundaries(settings))
+    self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
     # A model made in Python may have none.
     self._has_cache = getattr(model, "has_cache", False)
     self._by_layer = jax.jit(model.unstack) if self._has_cache else None
@@ -72,7 +71,7 @@ class Generator:
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
-    beyond_window: str | None = None,
+    overflow: str | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
@@ -88,11 +87,11 @@ class Generator:
       temperature: see `dpjax.generation.sample`, also for the next two.
       top_k: 0 means all.
       top_p: in (0, 1].
-      beyond_window: what to do, for all rows, once a text exceeds the model's window of M
+      overflow: what to do, for all rows, once a text exceeds the model's window of M
         tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
         the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
         Extractor and of relative attention M - 1. Attention and learned positions end with the
-        window. "refuse": such a length is an error.
+        window. "error": such a length is an error.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample; the stop token is not part of it.
@@ -105,7 +104,7 @@ class Generator:
         the vocabulary, or the model cannot continue beyond its window.
     """
     settings: dict[str, Any] = dict(
-      length=length, temperature=temperature, top_k=top_k, top_p=top_p, beyond_window=beyond_window
+      length=length, temperature=temperature, top_k=top_k, top_p=top_p, overflow=overflow
     )
     settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
     config_lib.check_sampling(settings)
@@ -117,11 +116,11 @@ class Generator:
     for prompt in prompts:
       if not isinstance(prompt, str):
         raise UserError(f"prompt: expected a text, got {prompt!r}")
-      _check_known(self._tokenizer, prompt)
+      _check_characters(self._tokenizer, prompt)
       check_prompt(self._settings, self._tokenizer, prompt, "prompt", settings)
-    if settings["beyond_window"] == "continue" and not self._has_cache:
+    if settings["overflow"] == "continue" and not self._has_cache:
       raise UserError(
-        "beyond_window: expected slide or refuse with a mixer that has no cache, got continue"
+        "overflow: expected slide or error with a mixer that has no cache, got continue"
       )
     stop_ids = self._stop_ids(stop)
     samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
@@ -136,67 +135,62 @@ class Generator:
       top_p=jnp.float32(settings["top_p"]),
     )
     ends = [len(row) + settings["length"] for row in rows]
-    slides = settings["beyond_window"] == "slide"
+    slides = settings["overflow"] == "slide"
     return self._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
 
   def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
-      own_params = self._by_layer(params)  # a step of one token then copies none
+      layer_params = self._by_layer(params)  # a step of one token then copies none
       longest = max(map(len, rows))
       size = 1 << (longest - 1).bit_length()  # few sizes are few programs
       size = min(size, self._window) if longest <= self._window else size
-      state = self._begin(own_params, *_pad(rows, size), keys)
+      state = self._begin(layer_params, *_pad(rows, size), keys)
     else:
-      own_params, state = params, self._slide(rows)
-    while living := [n for n, row in enumerate(rows) if not is_stopped[n] and len(row) < ends[n]]:
-      longest = max(len(rows[number]) for number in living)
-      if is_cached and slides and longest > self._window:
-        is_cached, own_params, state = False, params, self._slide(rows)
-      state, tokens = self._advance[is_cached](own_params, state, keys, draw)
+      layer_params, state = params, self._slide(rows)
+    while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:
+      if is_cached and slides and max(len(rows[i]) for i in active) > self._window:
+        is_cached, layer_params, state = False, params, self._slide(rows)
+      state, tokens = self._advance[is_cached](layer_params, state, keys, draw)
       pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
-      for number, new in enumerate(np.asarray(tokens).tolist()):
-        if number not in living:
-          continue
-        most = ends[number]
-        if is_cached and slides:
-          # The row's state has gone further, but the row is complete, or all rows slide next.
-          most = min(most, self._window + 1)
-        new = new[: most - len(rows[number])]
-        count = next((i for i, token in enumerate(new) if token in stop_ids), None)
-        is_stopped[number] = count is not None
-        used = len(new) if count is None else count + 1
-        rows[number] += new[:used]
-        text = streams[number].push(new[:count])
-        if is_stopped[number] or len(rows[number]) == ends[number]:
-          text += streams[number].finish()
-        pieces[number] = Piece(text, used, is_stopped[number])
+      tokens = np.asarray(tokens).tolist()
+      for i in active:
+        # With a cache the row's state may go beyond the window, but then all rows slide next.
+        end = min(ends[i], self._window + 1) if is_cached and slides else ends[i]
+        new = tokens[i][: end - len(rows[i])]
+        count = next((n for n, token in enumerate(new) if token in stop_ids), None)
+        is_stopped[i] = count is not None
+        num_used = len(new) if count is None else count + 1
+        rows[i] += new[:num_used]
+        text = streams[i].push(new[:count])
+        if is_stopped[i] or len(rows[i]) == ends[i]:
+          text += streams[i].finish()
+        pieces[i] = Piece(text, num_used, is_stopped[i])
       yield pieces
 
   def _stop_ids(self, stop: Sequence[str]) -> set[int]:
-    stop = [stop] if isinstance(stop, str) else stop
-    size = self._tokenizer.vocab_size if stop else 0
-    texts, found = [self._tokenizer.decode([i]) for i in range(size)], set()
+    stop, stop_ids = [stop] if isinstance(stop, str) else stop, set()
+    texts = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size if stop else 0)]
     for text in stop:
       ids = {i for i, other in enumerate(texts) if other == text}
       if not ids or not text:
         raise UserError(f"stop: expected texts of one token each, got {text!r}")
-      found |= ids
-    return found
+      stop_ids |= ids
+    return stop_ids
 
-  def _slide(self, rows: Sequence[Sequence[int]]) -> loop.State:
-    """The state of rows of which only the last window is known."""
-    known = [row[-self._window : -1] for row in rows]
-    tokens, counts = _pad(known, self._window, pad_id(self._settings))
+  def _slide(self, rows: Sequence[Sequence[int]]) -> decode.State:
+    """The state of rows of which a model reads only the last window."""
+    windows = [row[-self._window : -1] for row in rows]
+    tokens, counts = _pad(windows, self._window, pad_id(self._settings))
     lengths = np.array([*map(len, rows)], np.int32)
     window = map(jnp.asarray, (tokens, counts, lengths - 1 - counts))
     last = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return loop.State(last, jnp.asarray(lengths), loop.WindowCache(*window))
+    return decode.State(last, jnp.asarray(lengths), decode.WindowCache(*window))
 
-  def _step(self, params, keys, is_cached: bool) -> loop.Step:
+  def _step(self, params, keys, is_cached: bool) -> decode.Step:
     def apply(tokens, num_before, **inputs) -> Any:
       if self._draws_boundaries:
-        # The same for a place whenever it is read, so that the past keeps its segments.
+        # The same for a position whenever it is read, so that the past keeps its segments.
         inputs["boundary_noise"] = _noise(keys, num_before, tokens.shape[1])
       return self._model.apply({"params": params}, tokens, deterministic=True, **inputs)
 
@@ -206,74 +200,72 @@ class Generator:
 
     if is_cached:
       return step
-    return loop.sliding_window(lambda tokens, num_before: apply(tokens, num_before).logits)
+    return decode.sliding_window(lambda tokens, num_before: apply(tokens, num_before).logits)
 
   def _begin_rows(self, params, prompt, lengths, keys):
     cache = self._model.init_cache(len(prompt))
     step = self._step(params, keys, True)
-    return loop.begin(step, cache, prompt, lengths, chunk=self._window)
+    return decode.begin(step, cache, prompt, lengths, chunk=self._window)
 
   def _advance_rows(self, params, state, keys, draw, *, is_cached: bool):
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
-    return loop.advance(step, state, keys, num_tokens=num_tokens, **draw)
+    return decode.advance(step, state, keys, num_tokens=num_tokens, **draw)
 
 
 def check_prompt(
   model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:
   """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
-  ids = tokenizer.encode(prompt)
-  window, beyond = model.max_length, settings["beyond_window"]
-  if beyond != "continue":
-    if len(ids) > window:
-      raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {len(ids)}")
-    longest = window + 1 - max(1, len(ids))
-    if beyond == "refuse" and settings["length"] > longest:
+  length, window = len(tokenizer.encode(prompt)), model.max_length
+  if settings["overflow"] != "continue":
+    if length > window:
+      raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
+    longest = window + 1 - max(1, length)
+    if settings["overflow"] == "error" and settings["length"] > longest:
       raise UserError(
-        f"length: expected at most {longest} after a {name} of {len(ids)} tokens (the "
-        f"model's window has {window}), got {settings['length']}; or another beyond_window"
+        f"length: expected at most {longest} after a {name} of {length} tokens (the "
+        f"model's window has {window}), got {settings['length']}; or another overflow"
       )
     return
-  names = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
-  ends = [x for x in names if not getattr(registry.mixers.component(x), "is_unbounded", True)]
-  kind = model.boundaries.name
-  if not registry.boundaries.component(kind).is_unbounded:
-    ends.append(f"{kind} boundaries")
+  mixers = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
+  bounded = [x for x in mixers if not getattr(registry.mixers.component(x), "is_unbounded", True)]
+  if not registry.boundaries.component(model.boundaries.name).is_unbounded:
+    bounded.append(f"{model.boundaries.name} boundaries")
   if model.positions == "learned":
-    ends.append("learned positions")
-  if ends and max(1, len(ids)) + settings["length"] - 1 > window:
+    bounded.append("learned positions")
+  if bounded and max(1, length) + settings["length"] - 1 > window:
     raise UserError(
-      f"beyond_window: expected slide or refuse with {' and '.join(ends)}, which ends with "
+      f"overflow: expected slide or error with {' and '.join(bounded)}, which ends with "
       f"the model's window of {window} tokens, got continue"
     )
 
 
-def _check_known(tokenizer: Tokenizer, prompt: str) -> None:
+def _check_characters(tokenizer: Tokenizer, prompt: str) -> None:
   unknown = tokenizer.unknown_id
   if unknown is None or unknown not in tokenizer.encode(prompt):
     return
-  parts = prompt if tokenizer.kind == "characters" else prompt.split()
-  found = dict.fromkeys(part for part in parts if unknown in tokenizer.encode(part))
-  shown = " ".join(map(repr, found)) or repr(prompt)
-  raise UserError(f"prompt: expected what the vocabulary has, got {shown}")
+  words = prompt if tokenizer.kind == "characters" else prompt.split()
+  outside = dict.fromkeys(word for word in words if unknown in tokenizer.encode(word))
+  got = " ".join(map(repr, outside)) or repr(prompt)
+  raise UserError(f"prompt: expected characters of the vocabulary, got {got}")
 
 
 def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
   """Rows padded to one size, and their lengths."""
   padded = np.full((len(rows), size), fill, np.int32)
-  for number, row in enumerate(rows):
-    padded[number, : len(row)] = row
+  for i, row in enumerate(rows):
+    padded[i, : len(row)] = row
   return padded, np.array([*map(len, rows)], np.int32)
 
 
 def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:
-  """[B, T] in (0, 1), by a row's key and the place in the row."""
+  """[B, T] in (0, 1), by a row's key and the position in the row."""
 
-  def at(key, place):
-    # Token 0 is given, so that no token is drawn from this key.
-    key = jax.random.fold_in(jax.random.fold_in(key, 0), place)
+  def at(key, position):
+    # Token 0 is not drawn, so no token is drawn from this key.
+    key = jax.random.fold_in(jax.random.fold_in(key, 0), position)
     return jax.random.uniform(key, (), minval=2.0**-24)
 
-  places_bt = num_before[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-  return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(keys, places_bt)
+  position_bt = num_before[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+  return jax.vmap(jax.vmap(at, in_axes=(None, 0)))(keys, position_bt)

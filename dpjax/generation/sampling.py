@@ -71,8 +71,8 @@ def _first_largest(x_bv: jax.Array) -> jax.Array:
   """The index of the first largest value, [B]: `jnp.argmax` in two passes that a CPU vectorises."""
   size = x_bv.shape[1]
   largest_b1 = jnp.max(x_bv, axis=-1, keepdims=True)
-  places_bv = jax.lax.broadcasted_iota(jnp.int32, x_bv.shape, 1)
-  return jnp.min(jnp.where(x_bv < largest_b1, size, places_bv), axis=-1)
+  index_bv = jax.lax.broadcasted_iota(jnp.int32, x_bv.shape, 1)
+  return jnp.min(jnp.where(x_bv < largest_b1, size, index_bv), axis=-1)
 
 
 def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:

@@ -47,7 +47,7 @@ def norm(path: str, name: str) -> Table:
   return {f"{path}/scale": ("D", f"{name}.weight"), f"{path}/bias": ("D", f"{name}.bias")}
 
 
-def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
+def of_layers(lines: Table, prefix_path: str, prefixes: Iterable[str]) -> Table:
   """The table of equal layers from the table of one.
 
   {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
@@ -55,7 +55,7 @@ def of_layers(lines: Table, place: str, prefixes: Iterable[str]) -> Table:
   """
   prefixes = tuple(prefixes)
   return {
-    f"{place}/{path}": (letters, tuple(f"{prefix}.{name}" for prefix in prefixes))
+    f"{prefix_path}/{path}": (letters, tuple(f"{prefix}.{name}" for prefix in prefixes))
     for path, (letters, name) in lines.items()
   }
 

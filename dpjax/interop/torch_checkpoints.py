@@ -16,8 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from dpjax import config as config_lib
-from dpjax import registry
-from dpjax.config import ConfigDict
+from dpjax.config import ConfigDict, registry
 from dpjax.errors import UserError
 from dpjax.interop import torch_arrays
 from dpjax.interop.torch_arrays import Table
@@ -78,7 +77,7 @@ _PREDICTION: Table = {
   **torch_arrays.linear("hourglass/boundary_predictor/out", "1F", f"{_PREDICTOR}.2"),
 }
 # Settings of boundaries as in the authors' code.
-_USUAL = dict(shortening_factor=None, space_ids=(), temperature=0.5, sample=False)
+_DEFAULTS = dict(shortening_factor=None, space_ids=(), temperature=0.5, sample=False)
 
 
 def from_torch(
@@ -226,24 +225,24 @@ def _convert_pooled(
     model_config.first.num_layers, _, model_config.last.num_layers = depths
   if boundaries == "whitespace" and not settings["space_ids"]:
     raise UserError("space_ids: expected the space's for whitespace, got none")
-  known = registry.boundaries.settings(boundaries)
-  own = {name: x for name, x in settings.items() if name in known or x != _USUAL[name]}
-  own |= {"offset": 0} if boundaries == "fixed" else {}
-  model_config.boundaries = config_lib.boundaries(boundaries, **own)
+  names = registry.boundaries.settings(boundaries)
+  options = {name: x for name, x in settings.items() if name in names or x != _DEFAULTS[name]}
+  options |= {"offset": 0} if boundaries == "fixed" else {}
+  model_config.boundaries = config_lib.boundaries(boundaries, **options)
   config_lib.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
 
 
 def _pooled_table(depths: Sequence[int], has_predictor: bool) -> Table:
   """The table of a model of one stack or three, by the blocks in each."""
-  places, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
+  paths, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
   if len(depths) == 3:
-    places = ("hourglass/first", "hourglass/middle", "hourglass/last")
+    paths = ("hourglass/first", "hourglass/middle", "hourglass/last")
     positions = {f"hourglass/{path}": line for path, line in _POOLED_POSITIONS.items()}
     table = {**_POOLED_MODEL, **positions, **_POOLING}
-  for stack, (place, depth) in enumerate(zip(places, depths, strict=True)):
+  for stack, (path, depth) in enumerate(zip(paths, depths, strict=True)):
     prefixes = (f"layers.{stack}.{index}" for index in range(depth))
-    table |= torch_arrays.of_layers(_POOLED_LAYER, place, prefixes)
+    table |= torch_arrays.of_layers(_POOLED_LAYER, path, prefixes)
   return {**table, **(_PREDICTION if has_predictor else {})}
 
 
@@ -266,16 +265,16 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 def _table_of(model: Mapping) -> Table | None:
   """The table for the authors' model with the same settings, if there is one."""
   mixer, *others = {section["name"] for section in config_lib.mixers_in(model).values()}
-  kind, depths = model["boundaries"]["name"], [model["num_layers"]]
-  has_predictor = kind in ("unigram", "entropy", "gumbel")
+  boundaries, depths = model["boundaries"]["name"], [model["num_layers"]]
+  has_predictor = boundaries in ("unigram", "entropy", "gumbel")
   if others or isinstance(model["mixer"], tuple) or model["middle"] is not None:
     return None
   if mixer == "relative_attention" and model["positions"] == "none":
-    if kind != "none":
+    if boundaries != "none":
       depths = [model["first"]["num_layers"], *depths, model["last"]["num_layers"]]
-    is_theirs = has_predictor or kind in ("none", "fixed", "whitespace")
+    is_theirs = has_predictor or boundaries in ("none", "fixed", "whitespace")
     return _pooled_table(depths, has_predictor) if is_theirs else None
-  frame = kind, model["positions"], model["activation"], model["mixer"].get("rotary_base")
+  frame = boundaries, model["positions"], model["activation"], model["mixer"].get("rotary_base")
   if frame != ("none", "sinusoidal", "relu", None):
     return None
   if mixer == "attention":

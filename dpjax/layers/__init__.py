@@ -3,15 +3,18 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+  from dpjax.layers.attention import LocalAttention as LocalAttention
   from dpjax.layers.attention import RelativeAttention as RelativeAttention
   from dpjax.layers.attention import SelfAttention as SelfAttention
-  from dpjax.layers.blocks import Block as Block
-  from dpjax.layers.blocks import FeedForward as FeedForward
+  from dpjax.layers.block import Block as Block
+  from dpjax.layers.block import FeedForward as FeedForward
   from dpjax.layers.boundaries import Boundaries as Boundaries
   from dpjax.layers.boundaries import BoundaryOutput as BoundaryOutput
   from dpjax.layers.boundaries import Fixed as Fixed
   from dpjax.layers.boundaries import SpaceByte as SpaceByte
+  from dpjax.layers.boundaries import TextBoundaries as TextBoundaries
   from dpjax.layers.boundaries import Whitespace as Whitespace
+  from dpjax.layers.common import Norm as Norm
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
   from dpjax.layers.dispatcher import MultiHeadDispatcher as MultiHeadDispatcher
   from dpjax.layers.embeddings import TokenAndPosition as TokenAndPosition
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
   from dpjax.layers.learned_boundaries import Gumbel as Gumbel
   from dpjax.layers.learned_boundaries import Routing as Routing
   from dpjax.layers.learned_boundaries import Unigram as Unigram
-  from dpjax.layers.local_attention import LocalAttention as LocalAttention
   from dpjax.layers.mamba2 import Mamba2 as Mamba2
   from dpjax.layers.mixer import Mixer as Mixer
   from dpjax.layers.mixer import check_input as check_input

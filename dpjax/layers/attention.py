@@ -1,4 +1,4 @@
-"""Masked self-attention (MSA), the baseline, and Transformer-XL's relative attention.
+"""Masked self-attention (MSA), the baseline; the same over a window; and relative attention.
 
 B batch, T position, H head, E feature of a head, D width, R distance.
 """
@@ -13,8 +13,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import mixer
-from dpjax.layers.blocks import Dropout
-from dpjax.layers.initializers import PRODUCTS, linear, linear_kernel, weights
+from dpjax.layers.common import PRODUCTS, Dropout, linear, linear_kernel, weights
 from dpjax.ops import checks
 
 
@@ -34,6 +33,7 @@ class SelfAttention(nn.Module):
   """
 
   is_unbounded: ClassVar[bool] = False
+  window = None  # not annotated: as a field of a subclass it comes last
 
   num_heads: int = 1
   max_length: int = 0
@@ -66,46 +66,68 @@ class SelfAttention(nn.Module):
       inputs, document_starts=document_starts, cache=cache, is_unbounded=self.is_unbounded, **sizes
     )
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
-    if cache is None:
-      y_bthe = self._attend(q, k, v, document_starts, **_dropout(self, deterministic))
+    if cache is not None and self.window is not None:
+      options: Any = dict(lengths=lengths, rotary_base=self.rotary_base)
+      y_bthe, cache = ops.local_attention_cached(q, k, v, cache, **options)
     else:
-      y_bthe, cache = self._attend_cached(q, k, v, cache, lengths)
+      if self.rotary_base is not None:
+        angles = self._angles(self.rotary_base, q.shape, cache, document_starts)
+        q, k = ops.rotate(q, angles), ops.rotate(k, angles)
+      q, k, v = (ops.as_factor(x) for x in (q, k, v))
+      if cache is None:
+        options = dict(document_starts=document_starts, window=self.window)
+        y_bthe = ops.causal_attention(q, k, v, **options, **_dropout(self, deterministic))
+      else:
+        y_bthe, cache = ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
     out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
     y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> ops.AttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
-    return _init_cache(self, batch, width)
-
-  def _attend(self, q, k, v, document_starts, **options) -> jax.Array:
-    q, k, v = self._factors(q, k, v, None, document_starts)
-    return ops.causal_attention(q, k, v, document_starts=document_starts, **options)
-
-  def _attend_cached(self, q, k, v, cache, lengths) -> tuple[jax.Array, ops.AttentionCache]:
-    q, k, v = self._factors(q, k, v, cache, None)
-    return ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
-
-  def _factors(self, q, k, v, cache, document_starts) -> list[jax.Array]:
-    """The arrays as products take them, and rotated where positions are rotary."""
-    if self.rotary_base is not None:
-      angles = self._angles(self.rotary_base, q.shape, cache, document_starts)
-      q, k = ops.rotate(q, angles), ops.rotate(k, angles)
-    return [ops.as_factor(x) for x in (q, k, v)]
+    return _init_cache(self, batch, width, self.max_length)
 
   def _angles(self, base: float, shape, cache, document_starts) -> jax.Array:
-    """The angles of `dpjax.ops.rotate`, by the place of each token in its row or document."""
+    """The angles of `dpjax.ops.rotate`, by the position of each token in its row or document."""
     batch, length, _, features = shape
+    if self.window is not None:
+      # Scores depend only on distances: positions in the row serve documents, too.
+      return jnp.asarray(ops.rotary_angles(length, features, base))[None]
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is not None:
       checks.record("cache", cache, ops.AttentionCache, dict(B=batch), length=("B", jnp.int32))
-      place_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+      position_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     elif document_starts is not None:
-      place_bt = ops.document_places(document_starts)
+      position_bt = ops.document_places(document_starts)
     else:
       return table[None, :length]
-    # Beyond the longest nan, as attention with a cache gives.
-    return jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
+    # Beyond `max_length` nan, as attention with a cache gives.
+    return jnp.take(table, position_bt, axis=0, mode="fill", fill_value=jnp.nan)
+
+
+class LocalAttention(SelfAttention):
+  """Masked self-attention in which position t reads max(0, t - w + 1) .. t, at O(T w D).
+
+  With w >= T it is `SelfAttention` with the same parameters. A row of a cache may be longer than
+  `max_length`; it keeps the keys and values of w tokens.
+
+  Attributes:
+    window: w, the number of positions that one reads, itself included.
+
+  The others are those of `SelfAttention`.
+  """
+
+  is_unbounded: ClassVar[bool] = True
+
+  window: int = 256  # pyright: ignore[reportIncompatibleVariableOverride]
+
+  def __post_init__(self):
+    mixer.check_settings(self, sizes=("window",))
+    super().__post_init__()
+
+  def init_cache(self, batch: int, width: int) -> ops.AttentionCache:
+    """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, window, E]."""
+    return _init_cache(self, batch, width, self.window)
 
 
 class RelativePositions(NamedTuple):
@@ -126,7 +148,7 @@ class SharedPositions(nn.Module):
 
   @nn.compact
   def __call__(self, length: int, width: int, *, deterministic: bool = True) -> RelativePositions:
-    """The distances 0 .. length - 1, for layers of the given width."""
+    """The distances 0 .. length - 1, for layers of width D."""
     shape = (self.num_heads, width // self.num_heads)
     init = weights(self.init_std, nn.initializers.zeros)
     content, position = (
@@ -152,7 +174,7 @@ class RelativeAttention(nn.Module):
     num_heads: H, a divisor of D.
     max_length: the longest T, and with a cache M: a token then attends to the last M tokens.
     dropout: probability with which an attention weight is dropped in training.
-    position_dropout: the dropout rate of the table of distances, if the layer has its own.
+    position_dropout: the dropout rate of the table of distances, if the layer does not share it.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
   """
@@ -171,8 +193,8 @@ class RelativeAttention(nn.Module):
 
   def make_positions(self) -> partial[SharedPositions]:
     """Makes the positions and biases that all layers of a model share."""
-    settings: Any = dict(num_heads=self.num_heads, dropout=self.position_dropout)
-    return partial(SharedPositions, init_std=self.init_std, dtype=self.dtype, **settings)
+    sizes = self.num_heads, self.position_dropout, self.init_std, self.dtype
+    return partial(SharedPositions, *sizes)
 
   @nn.compact
   def __call__(
@@ -209,8 +231,10 @@ class RelativeAttention(nn.Module):
       )
     else:
       checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
-      kept = cache.attention
-      checks.record("cache.attention", kept, ops.AttentionCache, sizes, length=("B", jnp.int32))
+      attention = cache.attention
+      checks.record(
+        "cache.attention", attention, ops.AttentionCache, sizes, length=("B", jnp.int32)
+      )
       table, variables = positions.table[:length], dict(project.variables)
       free = project.clone(parent=None)
 
@@ -220,18 +244,21 @@ class RelativeAttention(nn.Module):
 
       # Computed where a row begins: at every token it would be most of the cost. A loop of no or
       # one round, as `lax.cond` would copy the cache, and flat, which has only one layout.
-      state = cache.distances.reshape(-1), jnp.any(kept.length == 0)
+      state = cache.distances.reshape(-1), jnp.any(attention.length == 0)
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0].reshape(cache.distances.shape)
       r_rhe = r_hre.swapaxes(0, 1)
-      y_bthe, kept = ops.relative_attention_cached(q, k, v, r_rhe, *biases, kept, lengths=lengths)
-      cache = RelativeAttentionCache(kept, r_hre)
+      y_bthe, attention = ops.relative_attention_cached(
+        q, k, v, r_rhe, *biases, attention, lengths=lengths
+      )
+      cache = RelativeAttentionCache(attention, r_hre)
     y_btd = linear(self, width, "out", use_bias=True)(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
-    kept = _init_cache(self, batch, width)
-    return RelativeAttentionCache(kept, jnp.zeros(kept.keys.shape[1:], self.dtype))
+    attention = _init_cache(self, batch, width, self.max_length)
+    distances = jnp.zeros(attention.keys.shape[1:], self.dtype)
+    return RelativeAttentionCache(attention, distances)
 
 
 def _queries_keys_values(module, inputs, default, use_bias: bool = True) -> list[jax.Array]:
@@ -255,7 +282,6 @@ def _dropout(module, deterministic: bool) -> dict:
   return dict(dropout_rate=rate, dropout_key=module.make_rng("dropout") if rate else None)
 
 
-def _init_cache(module, batch: int, width: int) -> ops.AttentionCache:
-  return ops.init_attention_cache(
-    batch, module.max_length, module.num_heads, width // module.num_heads, module.dtype
-  )
+def _init_cache(module, batch: int, width: int, size: int) -> ops.AttentionCache:
+  features = width // module.num_heads
+  return ops.init_attention_cache(batch, size, module.num_heads, features, module.dtype)

@@ -1,15 +1,14 @@
-"""Kinds of boundaries, by rules: they find where segments end. B batch, T position, D width.
+"""Boundaries of segments, by rules. B batch, T position, D width.
 
-A kind is one Linen module; `dpjax.models.hourglass.Hourglass` uses its segments, and
-`dpjax.training.losses.Objective` its part of the loss. A new kind subclasses `Boundaries`;
+Boundaries are a Linen module; `dpjax.models.hourglass.Hourglass` uses the segments, and
+`dpjax.training.losses.Objective` the part of the loss. A new class subclasses `Boundaries`;
 `dpjax.register_boundaries` gives it a name.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,14 +22,11 @@ from dpjax.layers.mixer import check_settings
 from dpjax.ops import checks
 from dpjax.ops.segments import METHODS
 
-# Fields that are no settings, as in `dpjax.registry.boundaries`.
-_GIVEN = ("width", "predictor_width", "init_std", "dtype", "frozen", "parent", "name")
-
 
 class BoundaryOutput(NamedTuple):
   """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
-  Logits are those of a predictor, probabilities are given if the model's output uses them, both
+  Logits are those of a predictor, probabilities are there if the model's output uses them, both
   [B, T]; the state is that of `init_state` after these tokens.
   """
 
@@ -40,55 +36,74 @@ class BoundaryOutput(NamedTuple):
   state: Any = ()
 
 
+class TextBoundaries:
+  """Boundaries that follow from the text, and are computed once, when it is prepared.
+
+  Subclasses are dataclasses of the settings on which the boundaries depend.
+  """
+
+  @property
+  def key(self) -> Any:
+    """These settings as JSON: the class's name and all fields."""
+    fields: Any = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+    return [type(self).__name__, *([x.name, str(getattr(self, x.name))] for x in fields)]
+
+  def fit(self, texts: Iterable[str]) -> bytes:
+    """What `compute` needs from the train split, in parts; stored with the tokens."""
+    return b""
+
+  def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
+    """[N], 0 or 1 for each token of a text.
+
+    Args:
+      text: a part of a text, perhaps empty. Parts do not divide words.
+      tokenizer: from `dpjax.text`, with the `kind` "characters" or "bytes".
+      fitted: the result of `fit`.
+    """
+    raise NotImplementedError
+
+
 class Boundaries(nn.Module):
-  """The base of all kinds: fields are settings, and every method has a default.
+  """The base class: fields are settings, and every method has a default.
 
   Attributes:
-    needs_text: whether `of_text` computes boundaries; batches then have "boundaries", [B, T].
     suits_segments: whether it can also pool segments: `tokens` is then None, and a batch of its
       `loss` has only "weights" and "boundary_share".
-    takes_noise: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
+    is_stochastic: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
     has_null_group: whether a learned vector and a norm precede the middle. Without them, the
       first token of each row and document must be a boundary.
     needs_run: whether its field `frozen` receives the model of the folder `run`, whose
       parameters are stored under "frozen" and not trained.
     is_unbounded: whether it also finds boundaries beyond the model's window.
     reads_logits: whether its `loss` reads the model's logits.
-    reads_share: whether its `loss` reads "boundary_share", counted in a pass of its own with
-      `train.accumulate_steps`.
-    pooling: "mean", or "last" (sub-sampling). A field of some kinds.
-    num_capacities: the number of lengths for which the middle is compiled. A field of some kinds.
-    rate_schedule: () or (first, updates): the aim of the loss is `first` at update 0, and reaches
-      its own value linearly, after that many updates. A field of some kinds.
+    reads_share: whether its `loss` reads "boundary_share", counted in a separate pass with
+      `train.grad_accum_steps`.
+    pooling: "mean", or "last" (sub-sampling). A field of some classes.
+    num_buckets: the number of lengths for which the middle is compiled. A field of some classes.
+    target_schedule: () or (first, updates): the target of the loss is `first` at update 0, and
+      reaches its own value linearly, after that many updates. A field of some classes.
   """
 
-  needs_text: ClassVar[bool] = False
   suits_segments: ClassVar[bool] = False
-  takes_noise: ClassVar[bool] = False
+  is_stochastic: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
   needs_run: ClassVar[bool] = False
   is_unbounded: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
   reads_share: ClassVar[bool] = False
   pooling = "mean"
-  num_capacities = 1
-  rate_schedule = ()
+  num_buckets = 1
+  target_schedule = ()
 
   def __post_init__(self):
-    schedule: Any = self.rate_schedule
-    is_pair = isinstance(schedule, tuple) and len(schedule) == 2
-    is_right = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int
-    if schedule and not (is_right and math.isfinite(schedule[0]) and 1 <= schedule[1] < 2**31):
-      expected = "() or (first, updates), as (0.4, 1000)"
-      raise ValueError(f"rate_schedule: expected {expected}, got {schedule}")
     checks.choice("pooling", self.pooling, METHODS)
-    check_settings(self, sizes=("num_capacities",))
+    check_settings(self, sizes=("num_buckets",))
     for name in ("space_ids", "end_ids"):
       checks.ids(name, getattr(self, name, ()))
     super().__post_init__()
 
   @property
-  def draws_in_evaluation(self) -> bool:
+  def samples_in_eval(self) -> bool:
     """Whether it also draws boundaries in evaluation."""
     return False
 
@@ -97,31 +112,14 @@ class Boundaries(nn.Module):
     """Whether it has an `init_state`, from which generation can continue."""
     return True
 
-  def settings_for(self, tokenizer: Any) -> dict[str, Any]:
-    """Settings that follow from the tokenizer; a `ValueError` if it does not suit the kind."""
+  def resolve(self, tokenizer: Any) -> dict[str, Any]:
+    """Settings that follow from the tokenizer; a `ValueError` if it does not suit the class."""
     return {}
 
-  def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
-    """[N], 0 or 1 for each token of a text, for a kind with `needs_text`.
-
-    Args:
-      text: a part of a text, perhaps empty. Parts do not divide words.
-      tokenizer: from `dpjax.text`, of the kind "characters" or "bytes".
-      learned: the result of `learn`.
-    """
-    raise UserError(
-      "model.boundaries: expected a kind with of_text, as it says needs_text, got "
-      f"{type(self).__name__} without"
-    )
-
-  def learn(self, text: Iterable[str]) -> bytes:
-    """What `of_text` has to know of the train split, given in parts; it is kept with the tokens."""
-    return b""
-
-  def text_settings(self) -> Any:
-    """The settings on which `of_text` depends, as JSON: the class's name and all fields."""
-    fields = [x.name for x in dataclasses.fields(self) if x.name not in _GIVEN]
-    return [type(self).__name__, *([name, str(getattr(self, name))] for name in fields)]
+  @property
+  def text_boundaries(self) -> TextBoundaries | None:
+    """Computes boundaries from the text; batches then have them, "boundaries", [B, T]."""
+    return None
 
   def __call__(
     self,
@@ -146,7 +144,7 @@ class Boundaries(nn.Module):
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
       document_starts: [B, T], 1 where a document begins, else 0, without a state. The model refuses
-        documents if a kind lacks this argument.
+        documents if a class lacks this argument.
     """
     raise NotImplementedError
 
@@ -154,7 +152,7 @@ class Boundaries(nn.Module):
     """The state before the first token, for B rows of width D."""
     return ()
 
-  def blend(
+  def smooth(
     self,
     segments: jax.Array,
     probabilities: jax.Array | None,
@@ -171,21 +169,21 @@ class Boundaries(nn.Module):
     """
     return segments
 
-  def join(self, read: jax.Array, hidden: jax.Array, found: BoundaryOutput) -> jax.Array:
-    """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' own vectors."""
+  def combine(self, read: jax.Array, hidden: jax.Array, output: BoundaryOutput) -> jax.Array:
+    """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' vectors."""
     return read + hidden
 
-  def most_segments(self, length: int) -> int | None:
+  def max_segments(self, length: int) -> int | None:
     """The number of segments in any row of T tokens; None if it depends on the tokens."""
     return None
 
-  def count_in(self, tokens: np.ndarray) -> np.ndarray | None:
+  def count_segments(self, tokens: np.ndarray) -> np.ndarray | None:
     """[B], the number of segments that end in each of the host's rows [B, T]; None if unknown."""
     return None
 
-  def aim(self, last: float, batch: Mapping[str, jax.Array]) -> Any:
-    """The aim of a loss by `rate_schedule`, at the batch's "update"; in evaluation the last."""
-    schedule: Any = self.rate_schedule
+  def scheduled(self, last: float, batch: Mapping[str, jax.Array]) -> Any:
+    """The target of a loss at the batch's "update", by `target_schedule`; in evaluation `last`."""
+    schedule: Any = self.target_schedule
     if not schedule or "update" not in batch:
       return last
     first, updates = schedule
@@ -215,7 +213,7 @@ class Fixed(Boundaries):
 
   Attributes:
     shortening_factor: k.
-    offset: the place of the first boundary; None means k - 1. The authors' code has 0.
+    offset: the position of the first boundary; None means k - 1. The authors' code has 0.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -237,7 +235,7 @@ class Fixed(Boundaries):
       ops.fixed_boundaries(*rule, num_before=num_before, document_starts=document_starts)
     )
 
-  def most_segments(self, length: int) -> int:
+  def max_segments(self, length: int) -> int:
     first = self.shortening_factor - 1 if self.offset is None else self.offset
     return len(range(first, length, self.shortening_factor))
 
@@ -251,12 +249,12 @@ class Whitespace(Boundaries):
 
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, **_):
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
-  def settings_for(self, tokenizer):
+  def resolve(self, tokenizer):
     space_ids = self.space_ids or tokenizer.space_ids
     if not space_ids:
       raise UserError(
@@ -265,7 +263,7 @@ class Whitespace(Boundaries):
       )
     return {"space_ids": space_ids}
 
-  def count_in(self, tokens: np.ndarray) -> np.ndarray:
+  def count_segments(self, tokens: np.ndarray) -> np.ndarray:
     return np.isin(tokens, self.space_ids).sum(axis=1)
 
 
@@ -275,7 +273,7 @@ class SpaceByte(Boundaries):
   Attributes:
     space_ids: the tokens whose first byte is spacelike; () takes the tokenizer's.
     end_ids: the tokens whose last byte is spacelike; () takes the tokenizer's.
-    pooling: see `Boundaries`; SpaceByte's own is "last".
+    pooling: see `Boundaries`; SpaceByte has "last".
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
@@ -283,31 +281,43 @@ class SpaceByte(Boundaries):
   space_ids: tuple[int, ...] = ()
   end_ids: tuple[int, ...] = ()
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
-    found = ops.spacelike_boundaries(
+    boundaries = ops.spacelike_boundaries(
       tokens, self.space_ids, self.end_ids, previous=state, document_starts=document_starts
     )
     if state is None:
-      return BoundaryOutput(found)
+      return BoundaryOutput(boundaries)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
-    return BoundaryOutput(found, state=newest(state, ends, lengths))
+    return BoundaryOutput(boundaries, state=newest(state, ends, lengths))
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""
     return jnp.zeros(batch, bool)
 
-  def settings_for(self, tokenizer):
-    tokens = tokenizer.as_bytes()
-    first, last = (
-      tuple(i for i, token in enumerate(tokens) if _is_spacelike(token[place])) for place in (0, -1)
-    )
-    return {"space_ids": self.space_ids or first, "end_ids": self.end_ids or last}
+  def resolve(self, tokenizer):
+    def find(i):
+      return tuple(n for n, token in enumerate(tokenizer.as_bytes()) if _is_spacelike(token[i]))
 
-  def count_in(self, tokens: np.ndarray) -> np.ndarray:
+    return {"space_ids": self.space_ids or find(0), "end_ids": self.end_ids or find(-1)}
+
+  def count_segments(self, tokens: np.ndarray) -> np.ndarray:
     begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
+
+
+def check_target(
+  module: Boundaries, name: str, expected: str, is_valid: Callable[[Any], bool]
+) -> None:
+  """Checks the target of a loss, and its `target_schedule`."""
+  checks.number(name, getattr(module, name), expected, is_valid)
+  schedule: Any = module.target_schedule
+  is_pair = isinstance(schedule, tuple) and len(schedule) == 2
+  is_typed = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int
+  if schedule and not (is_typed and is_valid(schedule[0]) and 1 <= schedule[1] < 2**31):
+    expected = f"() or (first, updates), as (0.4, 1000), with first {expected}"
+    raise ValueError(f"target_schedule: expected {expected}, got {schedule}")
 
 
 def newest(before: jax.Array, now: jax.Array, lengths: jax.Array | None) -> jax.Array:

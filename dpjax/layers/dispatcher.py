@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import mixer
-from dpjax.layers.initializers import linear
+from dpjax.layers.common import linear
 from dpjax.ops import checks
 
 

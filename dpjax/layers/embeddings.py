@@ -7,8 +7,7 @@ from flax import linen as nn
 from jax import lax
 
 from dpjax import ops
-from dpjax.layers import initializers
-from dpjax.layers.blocks import Dropout
+from dpjax.layers.common import Dropout, symmetric_uniform, weights
 from dpjax.layers.mixer import check_settings
 from dpjax.ops import checks
 
@@ -34,7 +33,7 @@ class TokenAndPosition(nn.Module):
     width: D.
     max_length: the longest T.
     positions: "sinusoidal", added without a factor; "learned", a table times sqrt(D); or
-      "none", for mixers with positions of their own, where tokens are not scaled either.
+      "none", for mixers with their own positions, where tokens are not scaled either.
     dropout: the dropout rate of the sum.
     init_std: standard deviation of the tables, N(0, init_std**2); 0: U(-0.1, 0.1).
     dtype: the dtype of the computation; parameters are float32.
@@ -79,51 +78,51 @@ class TokenAndPosition(nn.Module):
     if length > self.max_length and document_starts is None and not is_unbounded:
       longest = f"T <= max_length = {self.max_length}"
       raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
-    init = initializers.weights(self.init_std, initializers.symmetric_uniform(0.1))
+    init = weights(self.init_std, symmetric_uniform(0.1))
     embed = nn.Embed(
       self.vocab_size, self.width, dtype=self.dtype, embedding_init=init, name="tokens"
     )
     x_btd = embed(tokens)
     if self.positions == "none":
       return Dropout(self.dropout)(x_btd, deterministic=deterministic)
-    place_bt = None
+    position_bt = None
     if document_starts is not None:
       if num_before is not None:
         raise ValueError("document_starts: expected None with num_before")
-      place_bt = ops.document_places(document_starts)
+      position_bt = ops.document_places(document_starts)
     elif num_before is not None:
-      place_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
+      position_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
     scale, is_learned = jnp.asarray(self.width**0.5, self.dtype), self.positions == "learned"
     if is_learned:
       table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
     else:
-      rows = length if place_bt is None else self.max_length
+      rows = length if position_bt is None else self.max_length
       table = jnp.asarray(sinusoidal_positions(rows, self.width))
-    if place_bt is None:
+    if position_bt is None:
       rows_btd = table[None, :length]
     elif is_learned:
-      rows_btd = jnp.take(table, place_bt, axis=0, mode="fill", fill_value=jnp.nan)
+      rows_btd = jnp.take(table, position_bt, axis=0, mode="fill", fill_value=jnp.nan)
     else:
-      rows_btd = jnp.take(table, place_bt, axis=0, mode="clip")
+      rows_btd = jnp.take(table, position_bt, axis=0, mode="clip")
       if num_before is not None or length > self.max_length:
-        is_in_table = (place_bt < self.max_length)[..., None]
-        rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(place_bt, self.width))
+        is_in_table = (position_bt < self.max_length)[..., None]
+        rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(position_bt, self.width))
     rows_btd = rows_btd.astype(self.dtype)
     x_btd = (x_btd + rows_btd) * scale if is_learned else x_btd * scale + rows_btd
     return Dropout(self.dropout)(x_btd, deterministic=deterministic)
 
 
-def _sinusoidal_rows(place_bt: jax.Array, width: int) -> jax.Array:
+def _sinusoidal_rows(position_bt: jax.Array, width: int) -> jax.Array:
   """Rows of an endless table of `sinusoidal_positions`, [B, T, D]."""
-  # By place 10,000, place times frequency in float32 has lost the digits that matter. So angles
-  # are 32-bit integers in units of 2**-32 turns, whose overflow drops whole turns.
+  # By position 10,000, float32 has lost the digits that matter of position times frequency. So
+  # angles are 32-bit integers in units of 2**-32 turns, whose overflow drops whole turns.
   frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
   units_f = frequency_f / (2 * np.pi) * 2.0**32
   whole_f, rest_f = units_f.astype(np.uint32), (units_f % 1).astype(np.float32)
-  place_bt1 = place_bt[..., None]
-  angle_btf = place_bt1.astype(jnp.uint32) * whole_f[None, None]
-  angle_btf += (place_bt1.astype(jnp.float32) * rest_f[None, None]).astype(jnp.uint32)
+  position_bt1 = position_bt[..., None]
+  angle_btf = position_bt1.astype(jnp.uint32) * whole_f[None, None]
+  angle_btf += (position_bt1.astype(jnp.float32) * rest_f[None, None]).astype(jnp.uint32)
   angle_btf = lax.bitcast_convert_type(angle_btf, jnp.int32).astype(jnp.float32)
   angle_btf *= np.float32(2 * np.pi / 2.0**32)
   rows_btf2 = jnp.stack([jnp.sin(angle_btf), jnp.cos(angle_btf)], axis=-1)
-  return rows_btf2.reshape(*place_bt.shape, 2 * len(frequency_f))[..., :width]
+  return rows_btf2.reshape(*position_bt.shape, 2 * len(frequency_f))[..., :width]

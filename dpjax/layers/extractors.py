@@ -22,13 +22,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import mixer
-from dpjax.layers.initializers import linear, symmetric_uniform, weights
-
-# From so many taps on, tokens one by one are cheaper with an online convolution
-# (benchmarks/generation.py).
-ONLINE_LENGTH = 1024
-
-_Cache = ops.ConvolutionCache | ops.OnlineConvolutionCache
+from dpjax.layers.common import linear, symmetric_uniform, weights
 
 
 class ME(nn.Module):
@@ -76,11 +70,9 @@ class ME(nn.Module):
     options: Any = dict(document_starts=document_starts, implementation=self.implementation)
     return self._finish(inputs, ops.causal_convolution(x_btd, taps, **options))
 
-  def init_cache(self, batch: int, width: int) -> _Cache:
-    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D], or more."""
-    is_long = self.max_length >= ONLINE_LENGTH
-    init = ops.init_online_convolution_cache if is_long else ops.init_convolution_cache
-    return init(batch, self.max_length, width, self.dtype)
+  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
+    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
+    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
 
   def _prepare(self, inputs: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     """The inputs of the convolution, and the shape of a tap."""

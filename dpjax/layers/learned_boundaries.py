@@ -1,5 +1,6 @@
-"""Kinds of boundaries found by a predictor, a router or another model."""
+"""Boundaries found by a predictor, a router or another model."""
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable
@@ -13,8 +14,8 @@ import optax
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import blocks
-from dpjax.layers.boundaries import Boundaries, BoundaryOutput, newest
+from dpjax.layers.block import FeedForward
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries, check_target, newest
 from dpjax.ops import checks
 from dpjax.ops.entropies import check_rule
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
@@ -31,7 +32,7 @@ class _Predicted(Boundaries):
 
   def setup(self):
     checks.integers(predictor_width=self.predictor_width)
-    self._predictor = blocks.FeedForward(
+    self._predictor = FeedForward(
       self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
     )
     nn.share_scope(self, self._predictor)
@@ -44,6 +45,24 @@ class _Predicted(Boundaries):
     return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
 
 
+@dataclasses.dataclass(frozen=True)
+class UnigramText(TextBoundaries):
+  """The ends of a Unigram tokenizer's pieces; for the fields see `Unigram`."""
+
+  file: str
+  size: int
+
+  @property
+  def key(self) -> Any:
+    return hashlib.sha256(load_unigram(self.file)).hexdigest() if self.file else self.size
+
+  def fit(self, texts: Iterable[str]) -> bytes:
+    return load_unigram(self.file) if self.file else train_unigram(texts, self.size)
+
+  def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
+    return _segmentation(fitted).of_tokens(text, tokenizer)
+
+
 class Unigram(_Predicted):
   """A predictor that learns by cross-entropy where the pieces of a Unigram tokenizer end.
 
@@ -53,26 +72,19 @@ class Unigram(_Predicted):
     double_sigmoid: whether the loss takes probabilities for logits, as in the authors' code.
   """
 
-  needs_text: ClassVar[bool] = True
-
   file: str = ""
   size: int = 10_000
   double_sigmoid: bool = False
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __post_init__(self):
     checks.integers(size=self.size)
     super().__post_init__()
 
-  def of_text(self, text: str, tokenizer: Any, learned: bytes) -> np.ndarray:
-    return _segmentation(learned).of_tokens(text, tokenizer)
-
-  def learn(self, text: Iterable[str]) -> bytes:
-    return load_unigram(self.file) if self.file else train_unigram(text, self.size)
-
-  def text_settings(self) -> Any:
-    return hashlib.sha256(load_unigram(self.file)).hexdigest() if self.file else self.size
+  @property
+  def text_boundaries(self) -> "UnigramText":
+    return UnigramText(self.file, self.size)
 
   def loss(self, output, batch):
     targets = batch["boundaries"]
@@ -85,7 +97,7 @@ class EntropySpikes(_Predicted):
   No gradient passes through the spikes. Only tokens that count take part; their first is a spike.
 
   Attributes:
-    left: k of Eq. 6: the number of earlier places that a spike exceeds.
+    left: k of Eq. 6: the number of earlier positions that a spike exceeds.
     double_sigmoid: see `Unigram`.
   """
 
@@ -94,7 +106,7 @@ class EntropySpikes(_Predicted):
   left: int = 2
   double_sigmoid: bool = False
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
 
   def __post_init__(self):
     checks.integers(left=self.left)
@@ -119,32 +131,29 @@ class Gumbel(_Predicted):
     sample: whether to draw in evaluation, too, as in the authors' code; else round (Sec. 3.1).
     space_ids: the reference for the boundaries' scores: tokens that end words; () takes the
       tokenizer's.
-    rate_schedule: () or (first, updates): `prior` begins as `first`, and is reached linearly.
+    target_schedule: () or (first, updates): `prior` begins as `first`, and is reached linearly.
   """
 
   suits_segments: ClassVar[bool] = True
-  takes_noise: ClassVar[bool] = True
+  is_stochastic: ClassVar[bool] = True
 
   temperature: float = 0.5
   prior: float = 0.2
   sample: bool = False
   space_ids: tuple[int, ...] = ()
-  num_capacities: int = 5
-  rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
+  num_buckets: int = 5
+  target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     checks.number("temperature", self.temperature, "above 0", lambda x: 0 < x < math.inf)
-    checks.number("prior", self.prior, "a number in (0, 1)", lambda x: 0 < x < 1)
+    check_target(self, "prior", "a number in (0, 1)", lambda x: 0 < x < 1)
     super().__post_init__()
-    if self.rate_schedule and not 0 < self.rate_schedule[0] < 1:
-      expected = "() or (first, updates) with first in (0, 1)"
-      raise ValueError(f"rate_schedule: expected {expected}, got {self.rate_schedule}")
 
   @property
-  def draws_in_evaluation(self) -> bool:
+  def samples_in_eval(self) -> bool:
     return self.sample
 
-  def settings_for(self, tokenizer):
+  def resolve(self, tokenizer):
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
   def __call__(self, hidden, tokens, *, deterministic=True, noise=None, **_):
@@ -158,21 +167,21 @@ class Gumbel(_Predicted):
 
   def loss(self, output, batch):
     weights, targets = batch["weights"], None
-    given = dict(weights=weights, document_starts=batch.get("document_starts"))
-    loss_b = self._of_rows(output.boundaries.astype(jnp.float32), batch, given)
+    options = dict(weights=weights, document_starts=batch.get("document_starts"))
+    loss_b = self._row_losses(output.boundaries.astype(jnp.float32), batch, options)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(loss_b * jnp.sum(weights, axis=1)), targets
 
-  def _of_rows(self, boundaries, batch, given) -> jax.Array:
-    return ops.binomial_prior_loss(boundaries, self.aim(self.prior, batch), **given)
+  def _row_losses(self, boundaries, batch, options) -> jax.Array:
+    return ops.binomial_prior_loss(boundaries, self.scheduled(self.prior, batch), **options)
 
 
 class FlexiTokens(Gumbel):
   """Gumbel's predictor with a range of rates in place of a prior, `dpjax.ops.rate_bounds_loss`.
 
   A row's rate of boundaries costs by how much it is above `prior`, or below
-  `prior - num_deviations * deviation`; between them texts find their own. In the
+  `prior - num_deviations * deviation`; between them texts choose. In the
   mean over rows their tokens are their weights.
 
   Attributes:
@@ -193,10 +202,10 @@ class FlexiTokens(Gumbel):
       checks.number(name, getattr(self, name), "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
 
-  def _of_rows(self, boundaries, batch, given) -> jax.Array:
-    highest = self.aim(self.prior, batch)
+  def _row_losses(self, boundaries, batch, options) -> jax.Array:
+    highest = self.scheduled(self.prior, batch)
     lowest = highest - self.num_deviations * self.deviation
-    return ops.rate_bounds_loss(boundaries, highest, lowest, **given)
+    return ops.rate_bounds_loss(boundaries, highest, lowest, **options)
 
 
 class Routing(Boundaries):
@@ -210,7 +219,7 @@ class Routing(Boundaries):
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
     weight: the weight of the ratio loss.
-    rate_schedule: () or (first, updates): `factor` begins as `first`, and is reached linearly.
+    target_schedule: () or (first, updates): `factor` begins as `first`, and is reached linearly.
     width: D.
     dtype: the dtype of the router's projections; the rest is float32.
 
@@ -225,18 +234,15 @@ class Routing(Boundaries):
   width: int
   factor: float = 4.5
   weight: float = 0.03
-  num_capacities: int = 5
+  num_buckets: int = 5
   dtype: jnp.dtype = jnp.float32
-  rate_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
+  target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
     checks.integers(width=self.width)
-    checks.number("factor", self.factor, "above 1", lambda x: 1 < x < math.inf)
+    check_target(self, "factor", "above 1", lambda x: 1 < x < math.inf)
     checks.number("weight", self.weight, "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
-    if self.rate_schedule and not self.rate_schedule[0] > 1:
-      expected = "() or (first, updates) with first above 1"
-      raise ValueError(f"rate_schedule: expected {expected}, got {self.rate_schedule}")
 
   def setup(self):
     """Initialises the router to the cosine of neighbouring vectors, and the residual to 0."""
@@ -260,23 +266,24 @@ class Routing(Boundaries):
   def init_state(self, batch: int, width: int) -> jax.Array:
     return jnp.zeros((batch, width), self.dtype)
 
-  def blend(self, segments, probabilities, previous, document_starts=None):
+  def smooth(self, segments, probabilities, previous, document_starts=None):
     assert probabilities is not None
     return ops.smooth_segments(
       segments, probabilities, previous=previous, document_starts=document_starts
     )
 
-  def join(self, read, hidden, found):
-    assert found.probabilities is not None
-    chosen = ops.straight_through(found.probabilities, found.boundaries)[..., None]
+  def combine(self, read, hidden, output):
+    assert output.probabilities is not None
+    chosen = ops.straight_through(output.probabilities, output.boundaries)[..., None]
     sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
     return sums.astype(hidden.dtype)
 
   def loss(self, output, batch):
     weights, share = batch["weights"], batch.get("boundary_share")
-    found = output.boundaries, output.boundary_probabilities
-    factor = self.aim(self.factor, batch)
-    ratio = ops.ratio_loss(*found, factor, weights=weights, share=share)
+    factor = self.scheduled(self.factor, batch)
+    ratio = ops.ratio_loss(
+      output.boundaries, output.boundary_probabilities, factor, weights=weights, share=share
+    )
     return self.weight * ratio * jnp.sum(weights), None
 
 
@@ -313,7 +320,7 @@ class EntropyThreshold(Boundaries):
   theta: float | None = None
   theta_add: float = 0.0
   pooling: str = "mean"
-  num_capacities: int = 5
+  num_buckets: int = 5
   frozen: Any = None
 
   def __post_init__(self):
@@ -342,9 +349,9 @@ class EntropyThreshold(Boundaries):
     output = self.frozen(tokens, cache=state.cache, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
     previous = state.entropy, state.boundary
-    found = ops.entropy_threshold(entropies, *rule, previous=previous)
-    last = newest(state.entropy, entropies, lengths), newest(state.boundary, found, lengths)
-    return BoundaryOutput(found, state=EntropyState(output.cache, *last))
+    boundaries = ops.entropy_threshold(entropies, *rule, previous=previous)
+    last = newest(state.entropy, entropies, lengths), newest(state.boundary, boundaries, lengths)
+    return BoundaryOutput(boundaries, state=EntropyState(output.cache, *last))
 
   def init_state(self, batch: int, width: int) -> EntropyState:
     """The state before the first token, whose entropy counts as a rise."""

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import mixer
-from dpjax.layers.initializers import linear, symmetric_uniform
+from dpjax.layers.common import linear, symmetric_uniform
 from dpjax.ops import norms
 
 
@@ -89,21 +89,21 @@ class Mamba2(nn.Module):
     else:
       u_btf, past = ops.short_convolution_cached(u_btf, taps, cache.convolution, lengths=lengths)
     v_bti, b_btn, c_btn = jnp.split(
-      nn.silu(u_btf + bias), [inner, mixed - self.state_width], axis=-1
+      nn.silu(u_btf + bias[None, None]), [inner, mixed - self.state_width], axis=-1
     )
     v_bthp = v_bti.reshape(*v_bti.shape[:2], heads, self.head_width)
     dt_bias = self.param("dt_bias", _dt_bias, (heads,), jnp.float32)
     a_log = self.param("a_log", _a_log, (heads,), jnp.float32)
     skip = self.param("skip", nn.initializers.ones, (heads,), jnp.float32)
     gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
-    d_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias)
+    d_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias[None, None])
     space = v_bthp, d_bth, -jnp.exp(a_log), b_btn[:, :, None], c_btn[:, :, None]
     if cache is None:
       y_bthp = ops.selective_state_space(*space, document_starts=document_starts)
     else:
       y_bthp, state = ops.selective_state_space_cached(*space, cache.state, lengths=lengths)
       cache = Mamba2Cache(past, state)
-    y_bthp = y_bthp.astype(jnp.float32) + skip[:, None] * v_bthp
+    y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * v_bthp.astype(jnp.float32)
     g_bti = y_bthp.reshape(z_bti.shape) * nn.silu(z_bti.astype(jnp.float32))
     y_btd = linear(self, width, "out")(norms.rms_norm(g_bti, gain).astype(self.dtype))
     return y_btd if cache is None else (y_btd, cache)

@@ -30,8 +30,8 @@ class Mixer(Protocol):
   The row may then be longer than `max_length`; a document may not. A mixer may lack
   `document_starts`; the model then refuses documents. A row of a cache is one document.
 
-  Mixers may share positions across layers: the method `make_positions` makes a module, whose
-  result all such mixers of a model receive as `positions`.
+  Mixers may share positions across layers: the method `make_positions` returns a function that
+  makes a module, whose result all such mixers of a model receive as `positions`.
 
   Attributes:
     max_length: the longest T; a longer input raises a `ValueError`.
@@ -102,7 +102,7 @@ def check_input(
 
 
 def takes_starts(module: Any) -> bool:
-  """Whether a mixer, or a kind of boundaries, takes `document_starts`."""
+  """Whether a mixer, or boundaries, take `document_starts`."""
   parameters = inspect.signature(type(module).__call__).parameters.values()
   return any(x.name == "document_starts" or x.kind is x.VAR_KEYWORD for x in parameters)
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.layers import mixer
-from dpjax.layers.initializers import linear, symmetric_uniform, weights
+from dpjax.layers.common import linear, symmetric_uniform, weights
 
 
 class ShortConvolution(nn.Module):

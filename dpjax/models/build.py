@@ -10,17 +10,19 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax import config as config_lib
-from dpjax import ops, registry
+from dpjax import ops
+from dpjax.config import registry
+from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
-from dpjax.layers import blocks
+from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries
-from dpjax.models.hourglass import Hourglass, PooledMiddle
+from dpjax.layers.common import Norm
+from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
-from dpjax.registry import ConfigDict
 
-# A model made in Python, or a function of `config.model` that makes one; None: the settings'.
-Given = nn.Module | Callable[[ConfigDict], nn.Module] | None
+# A model, or a function of `config.model` that makes one; None: the settings'.
+CustomModel = nn.Module | Callable[[ConfigDict], nn.Module] | None
 
 
 def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> LanguageModel:
@@ -39,65 +41,68 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  names = ("vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings")
-  common = _common(model, *names) | dict(final_norm=model["norm"] == "pre")
   core = _core(list(config_lib.stages_in(model).values()), frozen)
-  if isinstance(core, Stack):
-    return LanguageModel(layers=core, make_positions=_make_positions([core]), **common)
-  return LanguageModel(make_hourglass=core.make_hourglass, **common)
+  is_plain = isinstance(core, Stack)
+  names = "vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings"
+  return LanguageModel(
+    layers=core if is_plain else None,
+    hourglass=None if is_plain else core,
+    relative_positions=_relative_positions([core]) if is_plain else None,
+    final_norm=_norm(model) if model["norm_position"] == "pre" else None,
+    use_bias=model["use_bias"],
+    **{name: model[name] for name in names},
+    **_drawn(model),
+  )
 
 
 def _core(
   stages: Sequence[Mapping], frozen: LanguageModel | None = None, extra_length: int = 0
-) -> Stack | PooledMiddle:
+) -> Stack | Hourglass:
   """The blocks of a model or of a middle, with any pooling within."""
-  model, *within = stages
+  model, *inner = stages
   if not config_lib.is_pooled(model):
     return _stack(model, model["mixer"], model["num_layers"], extra_length)
   first, last = (
     _stack(model, model[name]["mixer"], model[name]["num_layers"], extra_length)
     for name in ("first", "last")
   )
-  inner = within or [{**model, "boundaries": {"name": "none"}}]
+  inner = inner or [{**model, "boundaries": {"name": "none"}}]
   middle = _core(inner, extra_length=extra_length + 1)  # with the null group
-  has_own_width = inner[0]["width"] != model["width"]
-  blocks_within = [middle] if isinstance(middle, Stack) else []
-  shares = [first, last, *([] if has_own_width else blocks_within)]
-  make_hourglass = partial(
-    Hourglass,
+  inner_stacks = [middle] if isinstance(middle, Stack) else []
+  resizes = inner[0]["width"] != model["width"]
+  return Hourglass(
+    width=model["width"],
     first=first,
     middle=middle,
     last=last,
-    make_boundaries=_boundaries_maker(model, frozen),
-    make_positions=_make_positions(shares),
-    middle_width=inner[0]["width"] if has_own_width else None,
-    make_middle_positions=_make_positions(blocks_within) if has_own_width else None,
-    **_common(model),
+    boundary_predictor=_build_boundaries(model, frozen),
+    middle_norm=_norm(model),
+    relative_positions=_relative_positions([first, last, *([] if resizes else inner_stacks)]),
+    middle_width=inner[0]["width"] if resizes else None,
+    middle_positions=_relative_positions(inner_stacks) if resizes else None,
+    **_drawn(model),
   )
-  return PooledMiddle(make_hourglass)
 
 
-def _common(model: Mapping, *others: str) -> dict[str, Any]:
-  """The settings that all modules of a model share, and `others`, as arguments."""
-  names = ("norm_init_std", "init_std", "norm_kind", "use_bias", "norm_epsilon", *others)
-  return {**{name: model[name] for name in names}, "dtype": jnp.dtype(model["dtype"])}
+def _drawn(model: Mapping) -> dict[str, Any]:
+  """How modules draw their weights, and compute."""
+  return dict(init_std=model["init_std"], dtype=jnp.dtype(model["dtype"]))
+
+
+def _norm(model: Mapping) -> Norm:
+  names = "norm_init_std", "use_bias", "norm_epsilon"
+  return Norm(model["norm_type"], jnp.dtype(model["dtype"]), *(model[name] for name in names))
 
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
-  """The kinds of boundaries of `config.model`, the outermost first."""
+  """The boundaries of each stage of `config.model`, the outermost first."""
   stages = config_lib.stages_in(model_config).values()
-  return tuple(_boundaries_maker(x)() for x in stages if config_lib.is_pooled(x))
+  return tuple(_build_boundaries(x) for x in stages if config_lib.is_pooled(x))
 
 
-def _boundaries_maker(model: Mapping, frozen: LanguageModel | None = None) -> partial[Boundaries]:
-  return registry.boundaries.maker(
-    model["boundaries"],
-    width=model["width"],
-    predictor_width=model["feed_forward_width"],
-    init_std=model["init_std"],
-    dtype=jnp.dtype(model["dtype"]),
-    frozen=frozen,
-  )
+def _build_boundaries(model: Mapping, frozen: LanguageModel | None = None) -> Boundaries:
+  sizes = dict(width=model["width"], predictor_width=model["feed_forward_width"])
+  return registry.boundaries.maker(model["boundaries"], frozen=frozen, **sizes, **_drawn(model))()
 
 
 def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
@@ -121,51 +126,58 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
 
 
 def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> Stack:
-  given: dict[str, Any] = dict(
-    max_length=model["max_length"] + extra_length,
-    position_dropout=model["dropout"],
-    init_std=model["init_std"],
-    dtype=jnp.dtype(model["dtype"]),
-  )
-  common = _common(model, "norm", "activation", "dropout", "hidden_dropout")
-  make_blocks = [
-    partial(
-      blocks.Block,
-      make_mixer=registry.mixers.maker(section, **given),
-      hidden_width=model["feed_forward_width"],
-      **common,
+  max_length = model["max_length"] + extra_length
+  sections = config_lib.in_turn("", mixer or model["mixer"]).values()
+
+  def make_block(section: Mapping) -> Block:
+    options: Any = dict(position_dropout=model["dropout"], **_drawn(model))
+    return Block(
+      registry.mixers.maker(section, max_length=max_length, **options)(),
+      FeedForward(
+        model["feed_forward_width"],
+        model["activation"],
+        model["hidden_dropout"],
+        use_bias=model["use_bias"],
+        **_drawn(model),
+      ),
+      mixer_norm=_norm(model),
+      feed_forward_norm=_norm(model),
+      is_pre_norm=model["norm_position"] == "pre",
+      dropout=model["dropout"],
     )
-    for section in config_lib.in_turn("", mixer or model["mixer"]).values()
-  ]
-  make_block = make_blocks[0] if len(make_blocks) == 1 else tuple(make_blocks)
-  return Stack(num_layers, make_block, scan_layers=model["scan_layers"], remat=model["remat"])
+
+  return Stack.in_turn(
+    num_layers,
+    [partial(make_block, section) for section in sections],
+    scan_layers=model["scan_layers"],
+    remat=model["remat"],
+  )
 
 
-def _make_positions(stacks: Sequence[Stack]) -> partial | None:
-  """Makes the positions that mixers share, if there are such mixers."""
-  mixers = [mixer for stack in stacks for mixer in stack.make_mixers()]
-  made = [mixer.make_positions() for mixer in mixers if hasattr(mixer, "make_positions")]
-  for other in made[1:]:
-    if other(parent=None) != made[0](parent=None):
-      raise UserError(
-        "model.mixer, model.first.mixer, model.last.mixer: expected mixers "
-        "that can share their positions, got other settings"
-      )
-  return made[0] if made else None
+def _relative_positions(stacks: Sequence[Stack]) -> nn.Module | None:
+  """The positions that mixers share, if there are such mixers."""
+  mixers = [mixer for stack in stacks for mixer in stack.mixers]
+  shared = [mixer.make_positions()() for mixer in mixers if hasattr(mixer, "make_positions")]
+  if any(other != shared[0] for other in shared):
+    raise UserError(
+      "model.mixer, model.first.mixer, model.last.mixer: expected mixers "
+      "that can share their positions, got other settings"
+    )
+  return shared[0] if shared else None
 
 
 def pad_id(settings: ConfigDict) -> int:
   """The id for padding: if possible a token that ends no word and so adds no segments."""
-  known = settings.boundaries.get("space_ids", ())
-  return next((i for i in range(settings.vocab_size) if i not in known), 0)
+  space_ids = settings.boundaries.get("space_ids", ())
+  return next((i for i in range(settings.vocab_size) if i not in space_ids), 0)
 
 
 def frozen_path(model: Any) -> tuple[str, ...]:
   """The path, in a model's parameters, of those of the frozen model; () without one."""
-  if not isinstance(model, LanguageModel) or model.make_hourglass is None:
+  if not isinstance(model, LanguageModel) or model.hourglass is None:
     return ()
-  kind = model.make_hourglass(parent=None).make_boundaries(parent=None)
-  return ("hourglass", "boundary_predictor", "frozen") if kind.needs_run else ()
+  needs_run = model.hourglass.boundary_predictor.needs_run
+  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
@@ -184,14 +196,14 @@ def with_vocabulary(config: ConfigDict, tokenizer: Any) -> ConfigDict:
     )
   config = config.copy_and_resolve_references()
   config.model.vocab_size = tokenizer.vocab_size
-  for kind in build_boundaries(config.model)[:1]:
-    config.model.boundaries.update(kind.settings_for(tokenizer))
+  for boundaries in build_boundaries(config.model)[:1]:
+    config.model.boundaries.update(boundaries.resolve(tokenizer))
   config_lib.check_ids(config.model)
   return config
 
 
-def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -> Any:
-  """The model of a configuration, or the given one instead."""
+def make_model(config: ConfigDict, model: CustomModel, frozen: LanguageModel | None) -> Any:
+  """The model of a configuration, or `model` instead."""
   if model is None:
     return assemble(config.model, frozen)
   built = model if isinstance(model, nn.Module) else model(config.model)
@@ -200,7 +212,7 @@ def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -
       "model: expected a flax.linen.Module, or a function of config.model "
       f"that gives one, got {built!r}"
     )
-  pools = isinstance(built, LanguageModel) and built.make_hourglass is not None
+  pools = isinstance(built, LanguageModel) and built.hourglass is not None
   if pools != config_lib.is_pooled(config.model):
     raise UserError(
       f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "
@@ -212,19 +224,20 @@ def make_model(config: ConfigDict, model: Given, frozen: LanguageModel | None) -
 
 def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
   """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
-  kinds = build_boundaries(model)
+  stages = build_boundaries(model)
 
   def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
     # Several processes would have to agree on it; documents have null groups of their own.
-    if not kinds or jax.process_count() > 1 or "document_starts" in batch:
+    if not stages or jax.process_count() > 1 or "document_starts" in batch:
       return None
-    counts = kinds[0].count_in(batch["tokens"])
+    counts = stages[0].count_segments(batch["tokens"])
     length = batch["tokens"].shape[1]
-    return None if counts is None else capacity_for(kinds[0], length, counts.max())
+    return None if counts is None else capacity_for(stages[0], length, counts.max())
 
   return of_tokens
 
 
-def capacity_for(kind: Boundaries, length: int, most: int) -> int:
-  """The smallest capacity of a kind for rows of T tokens with at most so many segments."""
-  return next(size for size in ops.capacities(length + 1, kind.num_capacities) if size > most)
+def capacity_for(boundaries: Boundaries, length: int, max_segments: int) -> int:
+  """The smallest capacity for rows of T tokens with at most so many segments."""
+  sizes = ops.capacities(length + 1, boundaries.num_buckets)
+  return next(size for size in sizes if size > max_segments)

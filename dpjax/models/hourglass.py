@@ -7,16 +7,16 @@
   u_t = s'[sum over i <= t of b_i]                index 0 is the null group
   y   = last(u + h)
 
-B batch, T position, D width, S the segments and the null group. Without dropout, the result of a
-row depends neither on the other rows nor on S.
+B batch, T position, D width, S the segments and the null group, C position of a chunk. Without
+dropout, the result of a row depends neither on the other rows nor on S.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3; PiotrNawrot/dynamic-pooling@1e6f360, where
 fixed segments end at 0, k, ... (`Fixed.offset`) and Gumbel draws in evaluation (`Gumbel.sample`).
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,32 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.errors import UserError
-from dpjax.layers import blocks, initializers
-from dpjax.layers.boundaries import Boundaries
+from dpjax.layers import common
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput
 from dpjax.layers.mixer import check_settings, check_takes_starts
-from dpjax.models.hourglass_cache import HourglassCache, pool_at_boundaries, read_segments
 from dpjax.models.stack import Stack
-from dpjax.ops import checks
+from dpjax.ops.segments import take_segments
 
 
-class StageBoundaries(NamedTuple):
+class InnerBoundaries(NamedTuple):
   """The boundaries of a second pooling, [B, S], as of `HourglassOutput`."""
 
   boundaries: jax.Array
   boundary_logits: jax.Array | None
   boundary_probabilities: jax.Array | None
-  inner: "StageBoundaries | None" = None  # the stage within this one
-  document_starts: jax.Array | None = (
-    None  # [B, S], 1 where a document begins; None for one document
-  )
+  inner: "InnerBoundaries | None" = None  # the stage within this one
+  document_starts: jax.Array | None = None  # [B, S], 1 where a document begins; None: one document
+
+
+class HourglassCache(NamedTuple):
+  """The caches of an hourglass's stacks and boundaries."""
+
+  first: tuple
+  middle: tuple  # after the null group and all closed segments; see `Hourglass.init_cache`
+  last: tuple
+  segment: ops.SegmentCache  # the open segment
+  latest: jax.Array  # [B, D], the middle's output for the last closed segment
+  boundaries: Any  # the state of `Boundaries.init_state`
 
 
 class HourglassOutput(NamedTuple):
@@ -50,104 +58,67 @@ class HourglassOutput(NamedTuple):
   hidden: jax.Array  # [B, T, D]
   boundaries: jax.Array
   boundary_logits: jax.Array | None
-  cache: HourglassCache | None = None  # the new cache, if one was given
+  cache: HourglassCache | None = None  # the new cache of a step
   boundary_probabilities: jax.Array | None = None
-  inner: StageBoundaries | None = None  # of a pooling in the middle; None with a cache
-
-
-@dataclasses.dataclass(frozen=True)
-class PooledMiddle:
-  """An hourglass in place of a middle `Stack`, with segments for tokens, and its methods.
-
-  Its cache is the number of segments so far in each row, [B], and the hourglass's own cache.
-  """
-
-  make_hourglass: Callable[..., Any]
-
-  def __call__(self, x_bsd, *, name: str, lengths: jax.Array, **options):
-    """[B, S, D] and `StageBoundaries`; `lengths`, [B], counts the segments."""
-    del options["positions"]
-    output = self.make_hourglass(name=name)(x_bsd, None, lengths=lengths, **options)
-    stage = StageBoundaries(*output[1:3], *output[4:], document_starts=options["document_starts"])
-    return output.hidden, stage
-
-  def with_caches(self, width: int, *, name: str, positions=None) -> Callable:
-    """See `Stack`."""
-    del width, positions
-    hourglass = self.make_hourglass(name=name)
-    params, free = hourglass.variables["params"], hourglass.clone(parent=None)
-
-    def function(x_bsd, caches, lengths):
-      num_before, cache = caches
-      given = dict(cache=cache, num_before=num_before, lengths=lengths)
-      output: Any = free.apply({"params": params}, x_bsd, None, **given)
-      return output.hidden, (num_before + lengths, output.cache)
-
-    return function
-
-  def unstack(self, params: Mapping) -> dict:
-    """See `Stack`."""
-    return self.make_hourglass(parent=None).unstack(params)
-
-  @property
-  def has_cache(self) -> bool:
-    """See `Stack`."""
-    return self.make_hourglass(parent=None).has_cache
-
-  def init_cache(self, batch: int, width: int) -> tuple:
-    """See `Stack`."""
-    hourglass = self.make_hourglass(parent=None)
-    return jnp.zeros(batch, jnp.int32), hourglass.init_cache(batch, width)
+  inner: InnerBoundaries | None = None  # of a pooling in the middle; None in a step
 
 
 class Hourglass(nn.Module):
   """Three stacks of blocks; the middle one runs on segments.
 
   Attributes:
+    width: D.
     first: blocks before the pooling.
     middle: blocks on segments, whose mixers' `max_length` is the tokens' plus 1, or an hourglass.
     last: blocks after the upsampling.
-    make_boundaries: makes the `dpjax.layers.boundaries.Boundaries` from their `name`.
-    make_positions: see `dpjax.models.LanguageModel`; for all three stacks.
+    boundary_predictor: `dpjax.layers.boundaries.Boundaries`.
+    middle_norm: N, such as `dpjax.layers.Norm()`; not used without a null group.
+    relative_positions: see `dpjax.models.LanguageModel`; for all three stacks.
     middle_width: the width of the middle, with a matrix each way; None means D.
-    make_middle_positions: like `make_positions`, for a middle with a width of its own.
-    norm_init_std, norm_kind, use_bias, norm_epsilon: see `dpjax.layers.blocks.Norm`.
-    init_std: of the matrices of `middle_width`; see `dpjax.layers.blocks.FeedForward`.
+    middle_positions: like `relative_positions`, for a middle with a width of its own.
+    init_std: of the matrices of `middle_width`; see `dpjax.layers.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
   """
 
+  width: int
   first: Stack
-  middle: Stack | PooledMiddle
+  middle: Union[Stack, "Hourglass"]
   last: Stack
-  make_boundaries: Callable[..., Boundaries]
-  make_positions: Callable[..., nn.Module] | None = None
+  boundary_predictor: Boundaries
+  middle_norm: nn.Module
+  relative_positions: nn.Module | None = None
   middle_width: int | None = None
-  make_middle_positions: Callable[..., nn.Module] | None = None
-  norm_init_std: float = 0.0
+  middle_positions: nn.Module | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
-  norm_kind: str = "layer_norm"
-  use_bias: bool = True
-  norm_epsilon: float = 1e-5
 
-  @nn.compact
+  def setup(self):
+    """Draws the null group, and the matrices to the width of the middle and back."""
+    check_settings(self, sizes=("width",) if self.middle_width is None else ("middle_width",))
+    if self.boundary_predictor.has_null_group:
+      shape = (self.middle_width or self.width,)
+      self.null_d = self.param("null_group", nn.initializers.normal(1.0), shape, jnp.float32)
+    if self.middle_width is not None:
+      init = common.weights(self.init_std, common.linear_kernel)
+      shape = (self.width, self.middle_width)
+      self.widen_df = self.param("middle_in", init, shape, jnp.float32)
+      self.narrow_fd = self.param("middle_out", init, shape[::-1], jnp.float32)
+
   def __call__(
     self,
     inputs: jax.Array,
-    tokens: jax.Array | None,
+    tokens: jax.Array | None = None,
     *,
     deterministic: bool = True,
     boundaries: jax.Array | None = None,
     boundary_noise: jax.Array | None = None,
     capacity: int | None = None,
-    cache: HourglassCache | None = None,
-    num_before: jax.Array | None = None,
     lengths: jax.Array | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
     document_starts: jax.Array | None = None,
   ) -> HourglassOutput:
-    """[B, T, D] -> [B, T, D]; with a cache, the middle runs only if a segment ends.
+    """[B, T, D] -> [B, T, D].
 
     Args:
       inputs: [B, T, D].
@@ -157,196 +128,296 @@ class Hourglass(nn.Module):
       boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
       capacity: an S that holds every row, at most T + 1, with `document_starts` 2 T; None finds it
         on the device. If it is too small, the result is nan.
-      cache: None, or from `init_cache` or the previous output.
-      num_before: [B], int32, with a cache: the number of earlier tokens in each row.
       lengths: [B], int32: the number of real tokens in each row; None means all.
       sizes: the lengths for which the outer stacks are compiled; see `Stack`.
       needed: see `Stack`.
-      document_starts: [B, T], without a cache: 1 where a document begins, else 0.
+      document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:
       ValueError: an argument is not as above, or noise is given for boundaries that draw nothing.
     """
-    check_settings(self, sizes=() if self.middle_width is None else ("middle_width",))
-    inputs = checks.array("inputs", inputs, "B T D")
-    batch, length, width = inputs.shape
-    if cache is not None and capacity is not None:
-      raise ValueError(f"capacity: expected none with a cache, got {capacity}")
-    most_places = length + 1 if document_starts is None else max(2 * length, 1)
-    if capacity is not None and not 1 <= capacity <= most_places:
-      known = "T + 1" if document_starts is None else "2 T"
-      raise ValueError(f"capacity: expected 1 to {known} = {most_places}, got {capacity}")
-    kind = self.make_boundaries(name="boundary_predictor")
+    predictor: Any = self.boundary_predictor
+    length, has_null, options = inputs.shape[1], predictor.has_null_group, {}
+    self._check_capacity(capacity, length, document_starts)
     if document_starts is not None:
-      check_takes_starts(kind)
-      if not kind.has_null_group and kind.pooling != "last":
-        raise UserError(
-          f"document_starts: expected none for {type(kind).__name__}, whose segments are means "
-          "but have no null group, got some"
-        )
-    if boundary_noise is not None and not kind.takes_noise:
-      raise ValueError(f"boundary_noise: expected none for {type(kind).__name__}, got some")
-    make, make_middle = self.make_positions, self.make_middle_positions
-    positions = None if make is None else make(name="relative_positions")
-    middle_positions = positions if make_middle is None else make_middle(name="middle_positions")
-    common: dict[str, Any] = dict(positions=positions, deterministic=deterministic)
-    outer: dict[str, Any] = common | dict(
-      sizes=sizes, needed=needed, document_starts=document_starts
-    )
-    if cache is None:
-      h_btd = self.first(inputs, name="first", **outer)
-    else:
-      step_first = self.first.with_caches(width, name="first", positions=positions)
-      h_btd, first = step_first(inputs, cache.first, lengths)
+      options = {"document_starts": document_starts}
+    run: Any = functools.partial(self._run, deterministic=deterministic)
+    h_btd = run(self.first, inputs, sizes=sizes, needed=needed, **options)
 
-    if boundaries is not None and boundary_noise is None and kind.takes_noise:
-      boundary_noise = jnp.full((batch, length), 0.5)  # What it finds is not used.
-    found = kind(
-      h_btd,
-      tokens,
-      deterministic=deterministic,
-      noise=boundary_noise,
-      num_before=num_before,
-      state=None if cache is None else cache.boundaries,
-      lengths=lengths,
-      **({} if document_starts is None else {"document_starts": document_starts}),
-    )
-    if boundaries is None:
-      boundaries = found.boundaries
-      most = kind.most_segments(length) if document_starts is None else None
-      if capacity is None and most is not None:
-        capacity = most + 1
-    else:
-      ops.check_boundaries(boundaries, (batch, length))
-    if lengths is not None and cache is None:
-      is_real_bt = jnp.arange(length)[None] < lengths[:, None]
-      boundaries = boundaries * is_real_bt.astype(boundaries.dtype)
-    found = found._replace(boundaries=boundaries)
-    null_b1d = jnp.zeros((batch, 1, self.middle_width or width), h_btd.dtype)
-    if kind.has_null_group:
-      null_d = self.param(
-        "null_group", nn.initializers.normal(1.0), null_b1d.shape[2:], jnp.float32
-      )
-      null_b1d = jnp.broadcast_to(null_d.astype(h_btd.dtype)[None, None], null_b1d.shape)
-    widen, narrow = self._projections(width)
-    of_norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
-    norm = blocks.Norm(*of_norm, name="middle_norm")
-    if cache is not None:
-      assert num_before is not None
-      pooled_bsd, segment = ops.pool_segments_cached(
-        h_btd, boundaries, cache.segment, method=kind.pooling, lengths=lengths
-      )
-      queue_bsd = jnp.concatenate([null_b1d, widen(pooled_bsd)], axis=1)
-      if kind.has_null_group:
-        queue_bsd = norm(queue_bsd)
-      middle_width = self.middle_width or width
-      step = self.middle.with_caches(middle_width, name="middle", positions=middle_positions)
+    options |= dict(deterministic=deterministic, lengths=lengths)
+    output = self._predict(h_btd, tokens, boundaries, boundary_noise, **options)
+    b_bt = output.boundaries
+    if lengths is not None:
+      b_bt = b_bt * (jnp.arange(length)[None] < lengths[:, None]).astype(b_bt.dtype)
+      output = output._replace(boundaries=b_bt)
+    num_null, null_starts = int(has_null), document_starts if has_null else None
+    num_segments_b = jnp.sum(b_bt.astype(jnp.int32), axis=1)
+    num_segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
 
-      def step_middle(x_bsd, caches, lengths):
-        s_bsd, caches = step(x_bsd, caches, lengths)
-        return narrow(s_bsd), caches
-
-      u_btd, latest, middle = read_segments(
-        step_middle, queue_bsd, kind, found, cache, num_before, lengths
-      )
-      step_last = self.last.with_caches(width, name="last", positions=positions)
-      y_btd, last = step_last(kind.join(u_btd, h_btd, found), cache.last, lengths)
-      cache = HourglassCache(first, middle, last, segment, latest, found.state)
-      return HourglassOutput(y_btd, boundaries, found.logits, cache, found.probabilities)
-
-    num_null, null_starts = (1, document_starts) if kind.has_null_group else (0, None)
-    segments_b = jnp.sum(boundaries.astype(jnp.int32), axis=1)
-    segments_b += num_null if null_starts is None else jnp.sum(null_starts, 1, dtype=jnp.int32)
+    if capacity is None and boundaries is None and document_starts is None:
+      max_segments = predictor.max_segments(length)
+      capacity = None if max_segments is None else max_segments + 1
+    middle_sizes, middle_needed = (capacity,), None
     if capacity is None:
-      middle_sizes = _capacities(kind, length, document_starts is not None)
-      num_read = jnp.max(segments_b, initial=0)
-    else:
-      middle_sizes, num_read = (capacity,), None
-    size = middle_sizes[-1]
+      middle_sizes = _capacities(predictor, length, document_starts is not None)
+      middle_needed = jnp.max(num_segments_b, initial=0)
+    size: Any = middle_sizes[-1]
     pooled_bsd = ops.pool_segments(
-      h_btd, boundaries, size - num_null, method=kind.pooling, document_starts=null_starts
+      h_btd, b_bt, size - num_null, method=predictor.pooling, document_starts=null_starts
     )
+    widen, narrow = self._projections()
     s_bsd, middle_starts = widen(pooled_bsd), None
     if document_starts is not None:
-      middle_starts = ops.segment_starts(
-        boundaries, document_starts, size, has_null_group=kind.has_null_group
-      )
-    if kind.has_null_group:
-      s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-      if middle_starts is not None:
-        s_bsd = jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
-      s_bsd = norm(s_bsd)
-    of_middle: dict[str, Any] = common | dict(
-      name="middle",
-      positions=middle_positions,
-      document_starts=middle_starts,
-      sizes=middle_sizes,
-      needed=num_read,
-    )
+      middle_starts = ops.segment_starts(b_bt, document_starts, size, has_null_group=has_null)
+    if has_null:
+      s_bsd = self.middle_norm(self._with_null(s_bsd, middle_starts))
+
+    at_sizes: Any = dict(sizes=middle_sizes, needed=middle_needed, document_starts=middle_starts)
     inner = None
-    if isinstance(self.middle, PooledMiddle):
-      s_bsd, inner = self.middle(s_bsd, lengths=segments_b, **of_middle)
+    if isinstance(self.middle, Hourglass):
+      at_sizes |= dict(lengths=num_segments_b, deterministic=deterministic)
+      stage = self.middle(s_bsd, **at_sizes)
+      s_bsd = stage.hidden
+      inner = InnerBoundaries(*stage[1:3], *stage[4:], document_starts=middle_starts)
     else:
-      s_bsd = self.middle(s_bsd, **of_middle)
+      s_bsd = run(self.middle, s_bsd, **at_sizes)
     s_bsd = narrow(s_bsd)
-    if not kind.has_null_group:
-      s_bsd = kind.blend(s_bsd, pool_at_boundaries(found, size), None, middle_starts)
+    if not has_null:
+      p_bs = _pool_probabilities(output, size)
+      s_bsd = predictor.smooth(s_bsd, p_bs, None, middle_starts)
       s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
-    u_btd = ops.upsample_segments(s_bsd, boundaries, document_starts=null_starts)
-    y_btd = self.last(kind.join(u_btd, h_btd, found), name="last", **outer)
-    return HourglassOutput(y_btd, boundaries, found.logits, None, found.probabilities, inner)
 
-  def _projections(self, width: int) -> tuple[Callable, Callable]:
-    """Pure functions that project to the width of the middle, and back."""
-    if self.middle_width is None:
-      return lambda x: x, lambda x: x
-    init = initializers.weights(self.init_std, initializers.linear_kernel)
-    widen, narrow = (
-      self.param(name, init, shape, jnp.float32).astype(self.dtype)
-      for name, shape in (
-        ("middle_in", (width, self.middle_width)),
-        ("middle_out", (self.middle_width, width)),
-      )
+    u_btd = ops.upsample_segments(s_bsd, b_bt, document_starts=null_starts)
+    x_btd = predictor.combine(u_btd, h_btd, output)
+    y_btd = run(self.last, x_btd, sizes=sizes, needed=needed, document_starts=document_starts)
+    return HourglassOutput(y_btd, b_bt, output.logits, None, output.probabilities, inner)
+
+  def step(
+    self,
+    inputs: jax.Array,
+    tokens: jax.Array | None,
+    cache: HourglassCache,
+    *,
+    num_before: jax.Array,
+    lengths: jax.Array | None = None,
+    boundaries: jax.Array | None = None,
+    boundary_noise: jax.Array | None = None,
+  ) -> HourglassOutput:
+    """The next C tokens of each row, [B, C, D], and the new cache.
+
+    The middle runs only if a segment ends. `num_before`, [B], int32, is the number of earlier
+    tokens in each row; for the other arguments see `__call__`.
+    """
+    predictor: Any = self.boundary_predictor
+    h_bcd, first = self._step(self.first, inputs, cache.first, lengths)
+    options: Any = dict(num_before=num_before, state=cache.boundaries, lengths=lengths)
+    output = self._predict(h_bcd, tokens, boundaries, boundary_noise, **options)
+    pooled_bsd, segment = ops.pool_segments_cached(
+      h_bcd, output.boundaries, cache.segment, method=predictor.pooling, lengths=lengths
     )
-    return lambda x: x @ widen, lambda x: x @ narrow
+    widen, narrow = self._projections()
+    queue_bsd = self._with_null(widen(pooled_bsd))
+    if predictor.has_null_group:
+      queue_bsd = self.middle_norm(queue_bsd)
 
-  @nn.nowrap
+    middle, variables = self.middle.unbind()
+    params = middle.unstack(variables["params"])
+    step = functools.partial(middle.apply, {"params": params}, method="step")
+    shared = {} if isinstance(middle, Hourglass) else self._positions(self.middle)
+
+    def step_middle(s_bsd, caches, lengths) -> Any:
+      if isinstance(middle, Hourglass):
+        num_segments, cache = caches
+        stage: Any = step(s_bsd, None, cache, num_before=num_segments, lengths=lengths)
+        return narrow(stage.hidden), (num_segments + lengths, stage.cache)
+      s_bsd, caches = step(s_bsd, caches, lengths, **shared)  # pyright: ignore
+      return narrow(s_bsd), caches
+
+    u_bcd, latest, middle_cache = _read_segments(
+      step_middle, queue_bsd, predictor, output, cache, num_before, lengths
+    )
+    y_bcd, last = self._step(
+      self.last, predictor.combine(u_bcd, h_bcd, output), cache.last, lengths
+    )
+    cache = HourglassCache(first, middle_cache, last, segment, latest, output.state)
+    return HourglassOutput(y_bcd, output.boundaries, output.logits, cache, output.probabilities)
+
   def unstack(self, params: Mapping) -> dict:
     """The parameters, separate for each layer; see `Stack.unstack`."""
     stacks = {name: getattr(self, name) for name in ("first", "middle", "last")}
     params = {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
-    frozen = getattr(self.make_boundaries(parent=None), "frozen", None)
-    if frozen is None:
-      return params
-    own = params["boundary_predictor"]
-    return {**params, "boundary_predictor": {**own, "frozen": frozen.unstack(own["frozen"])}}
+    frozen = getattr(self.boundary_predictor, "frozen", None)
+    if frozen is not None:
+      predictor = params["boundary_predictor"]
+      frozen_params = frozen.unstack(predictor["frozen"])
+      params["boundary_predictor"] = {**predictor, "frozen": frozen_params}
+    return params
 
   @property
   def has_cache(self) -> bool:
     """Whether all mixers and the boundaries have a cache."""
-    parts = self.first, self.middle, self.last, self.make_boundaries(parent=None)
+    parts = self.first, self.middle, self.last, self.boundary_predictor
     return all(part.has_cache for part in parts)
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
-    """The cache of B rows of width D before the first token."""
+    """The cache of B rows of width D before the first token.
+
+    An hourglass in the middle has the number of segments so far in each row, [B], and its cache.
+    """
+    middle = self.middle.init_cache(batch, self.middle_width or width)
+    if isinstance(self.middle, Hourglass):
+      middle = jnp.zeros(batch, jnp.int32), middle
     return HourglassCache(
       self.first.init_cache(batch, width),
-      self.middle.init_cache(batch, self.middle_width or width),
+      middle,
       self.last.init_cache(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
-      self.make_boundaries(parent=None).init_state(batch, width),
+      self.boundary_predictor.init_state(batch, width),
     )
 
+  def _check_capacity(self, capacity: int | None, length: int, document_starts: Any) -> None:
+    predictor = self.boundary_predictor
+    max_capacity = length + 1 if document_starts is None else max(2 * length, 1)
+    if capacity is not None and not 1 <= capacity <= max_capacity:
+      formula = "T + 1" if document_starts is None else "2 T"
+      raise ValueError(f"capacity: expected 1 to {formula} = {max_capacity}, got {capacity}")
+    if document_starts is None:
+      return
+    check_takes_starts(predictor)
+    if not predictor.has_null_group and predictor.pooling != "last":
+      raise UserError(
+        f"document_starts: expected none for {type(predictor).__name__}, whose segments are means "
+        "but have no null group, got some"
+      )
 
-def _capacities(kind: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
+  def _predict(self, h_btd, tokens, boundaries, noise, **options) -> BoundaryOutput:
+    """The boundaries of the module, or those given instead."""
+    predictor, shape = self.boundary_predictor, h_btd.shape[:2]
+    if noise is not None and not predictor.is_stochastic:
+      raise ValueError(f"boundary_noise: expected none for {type(predictor).__name__}, got some")
+    if boundaries is not None and noise is None and predictor.is_stochastic:
+      noise = jnp.full(shape, 0.5)  # The draws are not used.
+    output = predictor(h_btd, tokens, noise=noise, **options)
+    if boundaries is None:
+      return output
+    ops.check_boundaries(boundaries, shape)
+    return output._replace(boundaries=boundaries)
+
+  def _with_null(self, s_bsd: jax.Array, middle_starts: jax.Array | None = None) -> jax.Array:
+    """Segments behind the null group, which also begins every other document."""
+    null_b1d = jnp.zeros_like(s_bsd, shape=(s_bsd.shape[0], 1, s_bsd.shape[2]))
+    if self.boundary_predictor.has_null_group:
+      null_b1d = jnp.broadcast_to(self.null_d.astype(s_bsd.dtype)[None, None], null_b1d.shape)
+    s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
+    return (
+      s_bsd if middle_starts is None else jnp.where(middle_starts[..., None] > 0, null_b1d, s_bsd)
+    )
+
+  def _projections(self) -> tuple[Callable, Callable]:
+    """Pure functions that project to the width of the middle, and back."""
+    if self.middle_width is None:
+      return lambda x: x, lambda x: x
+    widen, narrow = (x.astype(self.dtype) for x in (self.widen_df, self.narrow_fd))
+    return lambda x: x @ widen, lambda x: x @ narrow
+
+  def _run(self, stack, x_btd, *, deterministic, **options) -> jax.Array:
+    positions = self._positions(stack, x_btd.shape[1], deterministic=deterministic)
+    return stack(x_btd, deterministic=deterministic, **positions, **options)
+
+  def _step(self, stack, x_bcd, caches, lengths) -> tuple[jax.Array, tuple]:
+    return stack.step(x_bcd, caches, lengths, **self._positions(stack))
+
+  def _positions(self, stack: Any, length: int | None = None, **options) -> dict[str, Any]:
+    """The positions that the mixers of a stack share, if they do."""
+    module, width = self.relative_positions, self.width
+    if stack is self.middle:
+      width = self.middle_width or width
+      module = module if self.middle_positions is None else self.middle_positions
+    if module is None or not stack.shares_positions:
+      return {}
+    return {"positions": module(length or stack.num_distances, width, **options)}
+
+
+def _capacities(predictor: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
   """The lengths for which the middle is compiled."""
-  most, num_null = kind.most_segments(length), int(kind.has_null_group)
-  if has_documents and most is not None:
+  max_segments, num_null = predictor.max_segments(length), int(predictor.has_null_group)
+  if has_documents and max_segments is not None:
     # One a document more than of a row: room for few documents, and for many.
-    sizes = {most + 1 + length // 64, most + 1 + length // 8}
+    sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + num_null, kind.num_capacities)}
+    sizes = {*ops.capacities(length + num_null, predictor.num_buckets)}
   if has_documents:
     sizes.add(max(*sizes, length * (1 + num_null)))
   return tuple(sorted(sizes))
+
+
+def _pool_probabilities(output: BoundaryOutput, size: int) -> jax.Array | None:
+  """[B, S], the probabilities at the boundaries that end the segments."""
+  if output.probabilities is None:
+    return None
+  p_bt1 = output.probabilities[..., None]
+  return ops.pool_segments(p_bt1, output.boundaries, size, method="last")[..., 0]
+
+
+def _read_segments(
+  step: Callable,
+  queue_bsd: jax.Array,
+  predictor: Boundaries,
+  output: BoundaryOutput,
+  cache: HourglassCache,
+  num_before: jax.Array,
+  lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, tuple]:
+  """The upsampled segments for the tokens of a chunk.
+
+  `step` is the middle, (segments, caches, lengths) -> (segments, caches); `queue_bsd`, of
+  S = 1 + C places, has the null group and the segments that end in the chunk.
+
+  Returns [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
+  """
+  b_bc, has_null = output.boundaries.astype(jnp.int32), predictor.has_null_group
+  batch, chunk = b_bc.shape
+  if lengths is None:
+    lengths = jnp.full(batch, chunk, jnp.int32)
+  b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
+  p_bc = _pool_probabilities(output._replace(boundaries=b_bc), chunk)
+  # The null group goes first in a new row.
+  is_new_b = (num_before == 0) & (lengths > 0) & has_null
+  # Number of queue entries consumed by each token; includes the null group if it is new.
+  index_bc = is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32)
+  waiting_b = index_bc[:, -1]
+
+  if chunk > 1:
+    queue_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
+    sizes = ops.capacities(chunk + 1, min(predictor.num_buckets, 4, chunk // 8 + 1))
+
+    def at_capacity(size, queue_bsd, middle):
+      s_bsd, middle = step(queue_bsd[:, :size], middle, waiting_b)
+      return jnp.pad(s_bsd, ((0, 0), (0, chunk + 1 - size), (0, 0))), middle
+
+    index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(waiting_b))
+    branches = [functools.partial(at_capacity, size) for size in sizes]
+    s_bsd, middle = jax.lax.switch(index, branches, queue_bsd, cache.middle)
+    if not has_null:
+      s_bsd = predictor.smooth(s_bsd[:, :-1], p_bc, cache.latest)
+    s_bsd = jnp.concatenate([cache.latest[:, None], s_bsd], axis=1)
+    latest_bd = jnp.take_along_axis(s_bsd, waiting_b[:, None, None], axis=1)[:, 0]
+    return take_segments(s_bsd, index_bc), latest_bd, middle
+
+  def advance(state):
+    count, latest_bd, middle = state
+    is_next_b = count < waiting_b
+    next_b = jnp.where(is_new_b, count, 1)
+    next_b1d = jnp.take_along_axis(queue_bsd, next_b[:, None, None], axis=1)
+    s_b1d, middle = step(next_b1d, middle, is_next_b.astype(jnp.int32))
+    if not has_null:
+      s_b1d = predictor.smooth(s_b1d, p_bc, latest_bd)
+    return count + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
+
+  # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
+  state = jnp.int32(0), cache.latest, cache.middle
+  _, latest_bd, middle = jax.lax.while_loop(
+    lambda state: state[0] < jnp.max(waiting_b), advance, state
+  )
+  return latest_bd[:, None], latest_bd, middle

@@ -1,6 +1,6 @@
 """Embedding -> blocks -> logits. B batch, T position, D width, V vocabulary."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +9,12 @@ from flax import linen as nn
 from jax.typing import ArrayLike
 
 from dpjax import ops
-from dpjax.layers import blocks, embeddings, initializers
+from dpjax.layers import common, embeddings
 from dpjax.layers.mixer import check_settings
+from dpjax.models.hourglass import Hourglass
 from dpjax.models.stack import Stack
 from dpjax.ops import checks
-from dpjax.ops.explicit_axes import automatic_axes
+from dpjax.ops.placement import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):
@@ -28,7 +29,7 @@ class LanguageModelOutput(NamedTuple):
 
   `hidden`, [B, T, D], is the input of `LanguageModel.output_layer`. With token pooling,
   `boundaries`, [B, T], are 1 where a segment ends; their logits and probabilities are there if
-  the kind has them, and `inner` has those of a second pooling (`StageBoundaries`).
+  the module has them, and `inner` has those of a second pooling (`InnerBoundaries`).
   """
 
   logits: jax.Array
@@ -48,16 +49,15 @@ class LanguageModel(nn.Module):
     width: D.
     max_length: the longest T.
     layers: the blocks in order; None with an hourglass.
-    make_hourglass: makes a `dpjax.models.hourglass.Hourglass` from its `name`, or None.
-    make_positions: makes, from a `name`, the positions and biases that the relative attention of
-      all `layers` shares; None without relative attention.
+    hourglass: a `dpjax.models.Hourglass`; None with `layers`.
+    relative_positions: the positions and biases that the relative attention of all `layers` shares,
+      from its `make_positions`; None without relative attention.
     positions: "sinusoidal", "learned" or "none".
     dropout: the dropout rate of the embeddings.
-    final_norm: whether there is a norm before the output layer, as in pre-norm models.
+    final_norm: the norm before the output layer, as in pre-norm models, or None.
     init_std: embeddings and output weights are N(0, init_std**2); 0: U(-0.1, 0.1).
-    norm_init_std, norm_kind, norm_epsilon: of the final norm; see `dpjax.layers.blocks.Norm`.
     dtype: the dtype of the computation; parameters are float32.
-    use_bias: whether the final norm and the logits have biases.
+    use_bias: whether the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias (Press
       and Wolf 2017, arXiv:1608.05859).
   """
@@ -66,18 +66,15 @@ class LanguageModel(nn.Module):
   width: int
   max_length: int
   layers: Stack | None = None
-  make_hourglass: Callable[..., nn.Module] | None = None
-  make_positions: Callable[..., nn.Module] | None = None
+  hourglass: Hourglass | None = None
+  relative_positions: nn.Module | None = None
   positions: str = "sinusoidal"
   dropout: float = 0.0
-  final_norm: bool = False
+  final_norm: nn.Module | None = None
   init_std: float = 0.0
-  norm_init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
-  norm_kind: str = "layer_norm"
   use_bias: bool = True
   tie_embeddings: bool = False
-  norm_epsilon: float = 1e-5
 
   @nn.compact
   def __call__(
@@ -117,60 +114,50 @@ class LanguageModel(nn.Module):
     """
     check_settings(self)
     tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
-    if cache is None:
-      if lengths is not None:
-        raise ValueError("lengths: expected none without a cache, got some")
-      if document_starts is not None:
-        document_starts = ops.check_starts(document_starts, tokens.shape)
-    else:
-      if not deterministic:
-        raise ValueError("deterministic: expected True with a cache, got False")
-      if self.is_initializing():
-        raise ValueError("cache: expected none in `init`, got one")
-      if document_starts is not None:
-        raise ValueError("document_starts: expected none with a cache, got some")
-      checks.record(
-        "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
-      )
-    sizes = self.vocab_size, self.width, self.max_length
-    embedding = embeddings.TokenAndPosition(
-      *sizes, self.positions, self.dropout, self.init_std, self.dtype, name="embedding"
-    )
+    if cache is not None:
+      self._check_step(tokens, cache, deterministic, capacity, document_starts)
+    elif lengths is not None:
+      raise ValueError("lengths: expected none without a cache, got some")
+    elif document_starts is not None:
+      document_starts = ops.check_starts(document_starts, tokens.shape)
+    options: Any = dict(boundaries=boundaries, boundary_noise=boundary_noise)
     num_before = None if cache is None else cache.length
-    x_btd = embedding(
-      tokens, deterministic=deterministic, num_before=num_before, document_starts=document_starts
+    full: Any = dict(deterministic=deterministic, document_starts=document_starts)
+    embedding = embeddings.TokenAndPosition(
+      *(self.vocab_size, self.width, self.max_length, self.positions, self.dropout),
+      *(self.init_std, self.dtype),
+      name="embedding",
     )
-    of_pooling: dict[str, Any] = dict(
-      boundaries=boundaries, boundary_noise=boundary_noise, capacity=capacity
-    )
-    found: dict[str, Any] = {}
-    if self.make_hourglass is not None:
-      if cache is not None:
-        of_pooling |= dict(cache=cache.layers, num_before=num_before, lengths=lengths)
-      found = self.make_hourglass(name="hourglass")(
-        x_btd, tokens, deterministic=deterministic, document_starts=document_starts, **of_pooling
-      )._asdict()
-      x_btd, layers = found.pop("hidden"), found.pop("cache")
-    else:
-      stack = self._core()
-      given = [name for name, value in of_pooling.items() if value is not None]
-      if given:
+    x_btd = embedding(tokens, num_before=num_before, **full)
+    pooling: dict[str, Any] = {"cache": None}
+    if self.hourglass is None:
+      stack, positions = self._core(), None
+      names = [name for name, x in {**options, "capacity": capacity}.items() if x is not None]
+      if names:
         raise ValueError(
-          f"{', '.join(given)}: expected none for a model without token pooling, got some"
+          f"{', '.join(names)}: expected none for a model without token pooling, got some"
         )
-      make = self.make_positions
-      positions = None if make is None else make(name="relative_positions")
-      named: dict[str, Any] = dict(name="layers", positions=positions)
+      if self.relative_positions is not None:
+        length = tokens.shape[1] if cache is None else stack.num_distances
+        positions = self.relative_positions(length, self.width, deterministic=deterministic)
       if cache is None:
-        x_btd = stack(x_btd, deterministic=deterministic, document_starts=document_starts, **named)
+        x_btd = stack(x_btd, positions=positions, **full)
       else:
-        x_btd, layers = stack.with_caches(self.width, **named)(x_btd, cache.layers, lengths)
+        x_btd, pooling["cache"] = stack.step(x_btd, cache.layers, lengths, positions=positions)
+    else:
+      if cache is None:
+        output = self.hourglass(x_btd, tokens, capacity=capacity, **full, **options)
+      else:
+        options |= dict(num_before=num_before, lengths=lengths)
+        output = self.hourglass.step(x_btd, tokens, cache.layers, **options)
+      pooling = output._asdict()
+      x_btd = pooling.pop("hidden")
+    layers = pooling.pop("cache")
     if cache is not None:
       num_new = tokens.shape[1] if lengths is None else lengths
       cache = LanguageModelCache(cache.length + num_new, layers)
-    if self.final_norm:
-      norm = self.norm_kind, self.dtype, self.norm_init_std, self.use_bias, self.norm_epsilon
-      x_btd = blocks.Norm(*norm, name="final_norm")(x_btd)
+    if self.final_norm is not None:
+      x_btd = self.final_norm(x_btd)
     if self.tie_embeddings:
       table_vd = embedding.variables["params"]["tokens"]["embedding"].astype(self.dtype)
       logits_btv = ops.dot_general(x_btd, table_vd.T, (((2,), (0,)), ((), ())))
@@ -179,11 +166,11 @@ class LanguageModel(nn.Module):
         self.vocab_size,
         use_bias=self.use_bias,
         dtype=self.dtype,
-        kernel_init=initializers.weights(self.init_std, initializers.symmetric_uniform(0.1)),
+        kernel_init=common.weights(self.init_std, common.symmetric_uniform(0.1)),
         dot_general=ops.dot_general,
         name="logits",
       )(x_btd)
-    return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **found)
+    return LanguageModelOutput(logits_btv, cache=cache, hidden=x_btd, **pooling)
 
   @nn.nowrap
   def apply(self, variables: Mapping, tokens: ArrayLike, *args, **kwargs) -> Any:
@@ -216,9 +203,20 @@ class LanguageModel(nn.Module):
     return LanguageModelCache(jnp.zeros(batch, jnp.int32), layers)
 
   def _core(self) -> Any:
-    """The stack, or an hourglass without parameters."""
-    if self.layers is not None:
-      return self.layers
-    if self.make_hourglass is None:
-      raise ValueError("layers, make_hourglass: expected one of them, got neither")
-    return self.make_hourglass(parent=None)
+    core = self.hourglass if self.layers is None else self.layers
+    if core is None:
+      raise ValueError("layers, hourglass: expected one of them, got neither")
+    return core
+
+  def _check_step(self, tokens, cache, deterministic, capacity, document_starts) -> None:
+    if not deterministic:
+      raise ValueError("deterministic: expected True with a cache, got False")
+    if self.is_initializing():
+      raise ValueError("cache: expected none in `init`, got one")
+    if document_starts is not None:
+      raise ValueError("document_starts: expected none with a cache, got some")
+    if capacity is not None:
+      raise ValueError(f"capacity: expected none with a cache, got {capacity}")
+    checks.record(
+      "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
+    )

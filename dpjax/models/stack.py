@@ -1,6 +1,7 @@
 """Blocks one after the other, scanned over their parameters. B batch, T position, D width."""
 
-import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,217 +11,212 @@ from flax import linen as nn
 
 from dpjax import ops
 from dpjax.errors import UserError
+from dpjax.layers.block import Block
 from dpjax.ops import checks
 
 
-class Places(nn.Module):
+class BlockGroup(nn.Module):
   """Blocks in turn, with parameters in `place_0`, `place_1` and so on."""
 
-  make_blocks: tuple[Callable[..., nn.Module], ...]
-
-  def setup(self):
-    """Makes the blocks."""
-    self.place = [make() for make in self.make_blocks]
+  place: tuple[Block, ...]
 
 
-class Pattern(nn.Module):
-  """The modules of `Stack` with P > 1 blocks: of whole periods, and of layers behind the last."""
+class Stack(nn.Module):
+  """Blocks with stacked parameters, scanned or unrolled.
 
-  make_blocks: tuple[Callable[..., nn.Module], ...]
-  num_layers: int
-
-  def setup(self):
-    """Makes `period`, `rest` or both."""
-    number = len(self.make_blocks)
-    if self.num_layers >= number:
-      self.period = Places(self.make_blocks)
-    if left := self.num_layers % number:
-      self.rest = Places(self.make_blocks[:left])
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-  """Blocks with stacked parameters, [num_layers, ...], scanned or unrolled.
-
-  Of P > 1 blocks in turn, layer i is the block i mod P. Whole periods are scanned, with parameters
+  The parameters of one `block` are [num_layers, ...], in the scope of the stack. Of P > 1 blocks in
+  turn (`Stack.in_turn`), layer i is the block i mod P: whole periods are scanned, with parameters
   [num_layers // P, ...] in `period.place_p`; num_layers mod P layers follow, with parameters
   [1, ...] in `rest.place_p`.
 
   Attributes:
     num_layers: the number of layers.
-    make_block: makes a `dpjax.layers.blocks.Block` from its `name`; or several of these in turn.
+    block: a `dpjax.layers.Block`; None with several blocks in turn.
+    period: the blocks in turn; None if there are fewer layers.
+    rest: the blocks of the layers after the last whole period; None without such layers.
     scan_layers: whether to compile one layer, or period, and loop over it.
     remat: whether to keep only each layer's input for the gradient.
 
   Raises:
-    ValueError: `num_layers` is no positive integer, or `make_block` makes something else.
+    ValueError: `num_layers` is not a positive integer, or there are no blocks.
   """
 
   num_layers: int
-  make_block: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...]
+  block: Block | None = None
+  period: BlockGroup | None = None
+  rest: BlockGroup | None = None
   scan_layers: bool = True
   remat: bool = False
 
   def __post_init__(self):
-    """Checks that the blocks can be made."""
     checks.integers(num_layers=self.num_layers)
-    self.make_mixers()
+    has_blocks = any(x is not None for x in (self.block, self.period, self.rest))
+    if not has_blocks or not all(hasattr(block, "mixer") for block in self.blocks):
+      raise UserError(f"block: expected a layers.Block, or Stack.in_turn, got {self.block!r}")
+    super().__post_init__()
+
+  @classmethod
+  def in_turn(
+    cls, num_layers: int, make_blocks: Sequence[Callable[[], Block]], **options: Any
+  ) -> "Stack":
+    """A stack whose layer i is a block of `make_blocks[i mod P]`, for P functions."""
+
+    def make_group(count: int) -> BlockGroup | None:
+      return BlockGroup(tuple(make() for make in make_blocks[:count])) if count else None
+
+    if len(make_blocks) == 1:
+      return cls(num_layers, make_blocks[0](), **options)
+    num_periods, num_left = divmod(num_layers, len(make_blocks))
+    period = make_group(len(make_blocks)) if num_periods else None
+    return cls(num_layers, period=period, rest=make_group(num_left), **options)
+
+  def setup(self):
+    """Keeps the parameters of one block in the scope of the stack."""
+    if self.block is not None:
+      nn.share_scope(self, self.block)
 
   def __call__(
     self,
     x_btd: jax.Array,
     *,
-    name: str,
-    deterministic: bool,
-    positions: nn.Module | None = None,
+    deterministic: bool = True,
+    positions: Any = None,
+    document_starts: jax.Array | None = None,
     sizes: Sequence[int] = (),
     needed: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
   ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]; call it within a compact method of the module around.
+    """[B, T, D] -> [B, T, D].
 
     Args:
       x_btd: [B, T, D].
-      name: the name of the parameters in that module.
       deterministic: False in training.
-      positions: from `dpjax.layers.attention.SharedPositions`, if mixers share them.
+      positions: what mixers share, from `dpjax.layers.attention.SharedPositions`.
+      document_starts: see `LanguageModel`.
       sizes: the capacities of `dpjax.ops.run_at_capacity`; () for T alone.
       needed: see `dpjax.ops.run_at_capacity`.
-      document_starts: see `LanguageModel`.
     """
-    shared = None
-    if positions is not None and self.has_positions:
-      shared = positions(x_btd.shape[1], x_btd.shape[2], deterministic=deterministic)
-
-    def apply_block(block, x_btd):
-      own = _own_positions(shared, block)
-      # Parameters are made by a direct call, which any capacity would make alike.
-      if not sizes or block.is_initializing():
-        return block(x_btd, deterministic=deterministic, **_mixer_arguments(own, document_starts))
-      has_key = not deterministic and block.has_rng("dropout")
-      key = block.make_rng("dropout") if has_key else None
-      free = block.clone(parent=None)
-
-      def at_capacity(x_btd, params, own, key, document_starts):
-        starts = None if document_starts is None else document_starts[:, : x_btd.shape[1]]
-        given = _mixer_arguments(own, starts)
-        given |= dict(deterministic=deterministic, rngs={"dropout": key} if has_key else {})
-        return free.apply({"params": params}, x_btd, **given)
-
-      arguments = block.variables["params"], own, key, document_starts
-      return ops.run_at_capacity(at_capacity, sizes, needed, x_btd, *arguments)
-
+    inputs = {"positions": positions, "document_starts": document_starts}
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    run = functools.partial(
+      _run_block, deterministic=deterministic, sizes=sizes, needed=needed, inputs=inputs
+    )
     if self.remat and len(sizes) < 2:
       # Within a scan the loop itself keeps the two passes apart.
-      apply_block = nn.remat(apply_block, prevent_cse=not self.scan_layers)
+      run = nn.remat(run, prevent_cse=not self.scan_layers)
 
-    def apply_places(module, x_btd, _):
-      for block in getattr(module, "place", [module]):
-        x_btd = apply_block(block, x_btd)
+    def run_group(group, x_btd, _):
+      for block in getattr(group, "place", (group,)):
+        x_btd = run(block, x_btd)
       return x_btd, None
 
-    module, number = self._module(name), len(self.make_blocks)
-    parts = [(module, self.num_layers)]
-    if number > 1:
-      parts = [(module.period, self.num_layers // number)] if self.num_layers >= number else []
-      parts += [(module.rest, 1)] if self.num_layers % number else []
-    for part, length in parts:
+    groups = [(self.block, self.num_layers)]
+    if self.block is None:
+      groups = [(self.period, self.num_layers // len(self.blocks)), (self.rest, 1)]
+    for group, length in groups:
+      if group is None:
+        continue
       scan = nn.scan(
-        apply_places,
+        run_group,
         variable_axes={"params": 0},
         split_rngs={"params": True, "dropout": True},
         length=length,
         unroll=1 if self.scan_layers else length,
       )
-      x_btd, _ = scan(part, x_btd, None)
+      x_btd, _ = scan(group, x_btd, None)
     return x_btd
 
-  def with_caches(
-    self, width: int, *, name: str, positions: nn.Module | None = None
-  ) -> Callable[..., tuple[jax.Array, tuple]]:
-    """A function, (x_btd, caches, lengths) -> [B, T, D], new caches, also for `lax.while_loop`."""
-    params = self._module(name).variables["params"]
-    layers = params if "0" in params else self.unstack(params)
-    blocks, number = [make(parent=None) for make in self.make_blocks], len(self.make_blocks)
-    shared = None
-    if positions is not None and self.has_positions:
-      longest = max(x.max_length for x in self.make_mixers() if hasattr(x, "make_positions"))
-      shared = positions(longest, width)
+  def step(
+    self,
+    x_btd: jax.Array,
+    caches: tuple,
+    lengths: jax.Array | None = None,
+    *,
+    positions: Any = None,
+  ) -> tuple[jax.Array, tuple]:
+    """The next T tokens of each row, [B, T, D], and the new cache of each layer.
 
-    def apply_block(place, x_btd, params, cache, lengths) -> Any:
-      given = _mixer_arguments(_own_positions(shared, blocks[place]), None)
-      return blocks[place].apply({"params": params}, x_btd, cache=cache, lengths=lengths, **given)
+    Args:
+      x_btd: [B, T, D].
+      caches: from `init_cache` or the previous call.
+      lengths: [B], int32, the number of real tokens in each row; None means all.
+      positions: as in a call, for `max_length` distances.
+    """
+    layers = self.unstack(self.variables["params"])
+    blocks = self.unbind()[0].blocks
 
-    def function(x_btd, caches, lengths=None):
-      after, num_scanned = [], 0
-      if x_btd.shape[1] > 1 and self.scan_layers and self.num_layers >= number:
-        num_scanned = self.num_layers - self.num_layers % number
-        each = [(layers[str(i)], caches[i]) for i in range(num_scanned)]
-        stacked = [jax.tree.map(lambda *x: jnp.stack(x), *each[p::number]) for p in range(number)]
+    def run(x_btd, pairs) -> Any:
+      new_caches = []
+      for block, (params, cache) in zip(itertools.cycle(blocks), pairs, strict=False):
+        inputs = {} if positions is None or not _shares(block) else {"positions": positions}
+        inputs |= dict(cache=cache, lengths=lengths)
+        x_btd, cache = block.apply({"params": params}, x_btd, **inputs)
+        new_caches.append(cache)
+      return x_btd, new_caches
 
-        def apply_places(x_btd, period):
-          new = [None] * number
-          for place, (params, cache) in enumerate(period):
-            x_btd, new[place] = apply_block(place, x_btd, params, cache, lengths)
-          return x_btd, new
+    pairs = [(layers[str(i)], cache) for i, cache in enumerate(caches)]
+    # A chunk runs in a loop over the layers, which is compiled once. For single tokens that would
+    # copy each layer's parameters and cache.
+    num_blocks, num_looped, looped = len(blocks), 0, []
+    has_periods = self.block is not None or self.period is not None
+    if x_btd.shape[1] > 1 and self.scan_layers and has_periods:
+      num_looped = self.num_layers // num_blocks * num_blocks
+    if num_looped:
+      layers_of = [pairs[i:num_looped:num_blocks] for i in range(num_blocks)]
+      stacked = [jax.tree.map(lambda *x: jnp.stack(x), *layers) for layers in layers_of]
+      x_btd, stacked = jax.lax.scan(run, x_btd, stacked)
+      looped = [_layer(stacked[i % num_blocks], i // num_blocks) for i in range(num_looped)]
+    x_btd, rest = run(x_btd, pairs[num_looped:])
+    return x_btd, (*looped, *rest)
 
-        x_btd, new = jax.lax.scan(apply_places, x_btd, stacked)
-        after = [_layer(new[i % number], i // number) for i in range(num_scanned)]
-      # A loop would copy each layer's parameters and cache, for every single token.
-      for i in range(num_scanned, self.num_layers):
-        x_btd, cache = apply_block(i % number, x_btd, layers[str(i)], caches[i], lengths)
-        after.append(cache)
-      return x_btd, tuple(after)
-
-    return function
-
-  def unstack(self, params: Mapping) -> dict:
-    """A copy of the parameters, separate for each layer, under "0", "1", ...."""
-    number = len(self.make_blocks)
-    if number == 1:
-      return {str(i): _layer(params, i) for i in range(self.num_layers)}
-    places = [i % number for i in range(self.num_layers)]
-    num_scanned = self.num_layers - self.num_layers % number
-    return {
-      str(i): _layer(params["period"][f"place_{place}"], i // number)
-      if i < num_scanned
-      else _layer(params["rest"][f"place_{place}"], 0)
-      for i, place in enumerate(places)
-    }
+  def unstack(self, params: Mapping) -> Mapping:
+    """A copy of the parameters, separate for each layer, under "0", "1", ..."""
+    if "0" in params:
+      return params
+    num_blocks, layers = len(self.blocks), {}
+    for i in range(self.num_layers):
+      index, place = divmod(i, num_blocks)
+      layer = params
+      if self.block is None:
+        is_left = self.period is None or i >= self.num_layers - self.num_layers % num_blocks
+        index = 0 if is_left else index
+        layer = params["rest" if is_left else "period"][f"place_{place}"]
+      layers[str(i)] = _layer(layer, index)
+    return layers
 
   @property
-  def make_blocks(self) -> tuple[Callable[..., nn.Module], ...]:
-    """`make_block` as a tuple."""
-    return self.make_block if isinstance(self.make_block, tuple) else (self.make_block,)
+  def blocks(self) -> tuple[Block, ...]:
+    """The blocks in turn."""
+    if self.block is not None:
+      return (self.block,)
+    group = self.rest if self.period is None else self.period
+    assert group is not None
+    return group.place
 
   @property
-  def has_positions(self) -> bool:
+  def mixers(self) -> list[Any]:
+    """The mixers in turn."""
+    return [block.mixer for block in self.blocks]
+
+  @property
+  def shares_positions(self) -> bool:
     """Whether some of its mixers take `positions` that layers share."""
-    return any(hasattr(mixer, "make_positions") for mixer in self.make_mixers())
+    return any(map(_shares, self.blocks))
+
+  @property
+  def num_distances(self) -> int:
+    """The most distances that mixers with shared positions read."""
+    return max(block.mixer.max_length for block in self.blocks if _shares(block))
 
   @property
   def has_cache(self) -> bool:
     """Whether its mixers have a cache."""
-    return all(hasattr(mixer, "init_cache") for mixer in self.make_mixers())
+    return all(hasattr(mixer, "init_cache") for mixer in self.mixers)
 
   def init_cache(self, batch: int, width: int) -> tuple:
     """A cache for each layer, for B rows of width D."""
-    mixers = self.make_mixers()
+    mixers = self.mixers
     layers = (mixers[i % len(mixers)] for i in range(self.num_layers))
     return tuple(mixer.init_cache(batch, width) for mixer in layers)
-
-  def make_mixers(self) -> list[Any]:
-    """The mixers of the blocks in turn, without parameters."""
-    made: list[Any] = [make(parent=None) if callable(make) else make for make in self.make_blocks]
-    if not made or not all(hasattr(block, "make_mixer") for block in made):
-      expected = "expected a function that makes a layers.Block, or a tuple of such functions"
-      raise UserError(f"make_block: {expected}, got {self.make_block!r}")
-    return [block.make_mixer(parent=None) for block in made]
-
-  def _module(self, name: str) -> Any:
-    if len(self.make_blocks) == 1:
-      return self.make_blocks[0](name=name)
-    return Pattern(self.make_blocks, self.num_layers, name=name)
 
 
 def is_stacked(params: Any) -> Any:
@@ -236,17 +232,29 @@ def is_stacked(params: Any) -> Any:
   )
 
 
-def _own_positions(shared: Any, block: Any) -> Any:
-  """The shared positions for a block whose mixer takes them, else None."""
-  has_own = shared is not None and hasattr(block.make_mixer(parent=None), "make_positions")
-  return shared if has_own else None
-
-
-def _mixer_arguments(positions: Any, document_starts: jax.Array | None) -> dict[str, Any]:
-  """The arguments that a mixer may lack, unless they are None."""
-  given = {"positions": positions, "document_starts": document_starts}
-  return {name: value for name, value in given.items() if value is not None}
+def _shares(block: Any) -> bool:
+  return hasattr(block.mixer, "make_positions")
 
 
 def _layer(tree: Any, i: int) -> Any:
   return jax.tree.map(lambda x: x[i], tree)
+
+
+def _run_block(block, x_btd, *, deterministic, sizes, needed, inputs):
+  """A block, or with several capacities at the smallest that suffices."""
+  if not _shares(block):
+    inputs = {name: x for name, x in inputs.items() if name != "positions"}
+  # Parameters are made by a direct call, which any capacity would make alike.
+  if not sizes or block.is_initializing():
+    return block(x_btd, deterministic=deterministic, **inputs)
+  has_key = not deterministic and block.has_rng("dropout")
+  key = block.make_rng("dropout") if has_key else None
+  free, variables = block.unbind()
+
+  def run(x_btd, params, inputs, key):
+    if "document_starts" in inputs:
+      inputs = {**inputs, "document_starts": inputs["document_starts"][:, : x_btd.shape[1]]}
+    rngs = {"dropout": key} if has_key else {}
+    return free.apply({"params": params}, x_btd, deterministic=deterministic, rngs=rngs, **inputs)
+
+  return ops.run_at_capacity(run, sizes, needed, x_btd, variables["params"], inputs, key)

@@ -1,11 +1,10 @@
-"""The papers' equations as pure functions on arrays; they need only JAX.
+"""The papers' equations as pure functions on arrays; they need only JAX and jaxtyping.
 
 Other arguments than described raise a `ValueError`; values are checked only outside of `jit`.
 """
 
 from inspect import ismodule as _ismodule
 
-from dpjax import versions as _versions
 from dpjax.ops.attention import causal_attention as causal_attention
 from dpjax.ops.attention import relative_attention as relative_attention
 from dpjax.ops.attention import relative_positions as relative_positions
@@ -22,19 +21,13 @@ from dpjax.ops.boundaries import gumbel_sigmoid as gumbel_sigmoid
 from dpjax.ops.boundaries import rate_bounds_loss as rate_bounds_loss
 from dpjax.ops.boundaries import spacelike_boundaries as spacelike_boundaries
 from dpjax.ops.boundaries import whitespace_boundaries as whitespace_boundaries
-from dpjax.ops.capacity import capacities as capacities
-from dpjax.ops.capacity import run_at_capacity as run_at_capacity
-from dpjax.ops.causal_convolution import CAUSAL_CONVOLUTION as CAUSAL_CONVOLUTION
-from dpjax.ops.causal_convolution import causal_convolution as causal_convolution
-from dpjax.ops.causal_convolution_cache import ConvolutionCache as ConvolutionCache
-from dpjax.ops.causal_convolution_cache import OnlineConvolutionCache as OnlineConvolutionCache
-from dpjax.ops.causal_convolution_cache import (
-  causal_convolution_cached as causal_convolution_cached,
-)
-from dpjax.ops.causal_convolution_cache import init_convolution_cache as init_convolution_cache
-from dpjax.ops.causal_convolution_cache import (
-  init_online_convolution_cache as init_online_convolution_cache,
-)
+from dpjax.ops.bucketing import capacities as capacities
+from dpjax.ops.bucketing import run_at_capacity as run_at_capacity
+from dpjax.ops.convolution import CAUSAL_CONVOLUTION as CAUSAL_CONVOLUTION
+from dpjax.ops.convolution import ConvolutionCache as ConvolutionCache
+from dpjax.ops.convolution import causal_convolution as causal_convolution
+from dpjax.ops.convolution import causal_convolution_cached as causal_convolution_cached
+from dpjax.ops.convolution import init_convolution_cache as init_convolution_cache
 from dpjax.ops.documents import check_starts as check_starts
 from dpjax.ops.documents import document_places as document_places
 from dpjax.ops.dropout import dropout as dropout
@@ -64,20 +57,16 @@ from dpjax.ops.selective_state_space import (
   selective_state_space_cached as selective_state_space_cached,
 )
 from dpjax.ops.shift_and_sum import SHIFT_AND_SUM as SHIFT_AND_SUM
+from dpjax.ops.shift_and_sum import ShiftAndSumCache as ShiftAndSumCache
 from dpjax.ops.shift_and_sum import dispatch_matrix as dispatch_matrix
+from dpjax.ops.shift_and_sum import init_shift_and_sum_cache as init_shift_and_sum_cache
 from dpjax.ops.shift_and_sum import num_levels as num_levels
 from dpjax.ops.shift_and_sum import shift_and_sum as shift_and_sum
-from dpjax.ops.shift_and_sum_cache import ShiftAndSumCache as ShiftAndSumCache
-from dpjax.ops.shift_and_sum_cache import init_shift_and_sum_cache as init_shift_and_sum_cache
-from dpjax.ops.shift_and_sum_cache import shift_and_sum_cached as shift_and_sum_cached
-from dpjax.ops.short_convolution import (
-  init_short_convolution_cache as init_short_convolution_cache,
-)
+from dpjax.ops.shift_and_sum import shift_and_sum_cached as shift_and_sum_cached
+from dpjax.ops.short_convolution import init_short_convolution_cache as init_short_convolution_cache
 from dpjax.ops.short_convolution import short_convolution as short_convolution
 from dpjax.ops.short_convolution import short_convolution_cached as short_convolution_cached
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
   name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)
 ]
-
-_versions.warn()

@@ -3,7 +3,7 @@
 A chunk continues each row at its end; rows may have different lengths. For any division into
 chunks the outputs are those of the whole sequence.
 
-B batch, C position in the chunk, M place in the cache, N key of a query, H head, E feature of a
+B batch, C position in the chunk, M slot of the cache, N key of a query, H head, E feature of a
 head, R distance.
 """
 
@@ -12,30 +12,32 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.attention import causal_attention, rotary_angles, rotate
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops import arrays
+from dpjax.ops.arrays import typed
+from dpjax.ops.attention import causal_attention, check_distances, rotary_angles, rotate
+from dpjax.ops.documents import check_lengths, is_real
+from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import product
 
 
 class AttentionCache(NamedTuple):
   """Keys and values of the tokens so far, for one layer.
 
-  Token t of a row is at place t mod M. Places from `length` on are ignored, but must be
-  finite. So a smaller `length` restarts a row, or, up to M tokens, returns to an earlier token.
+  Token t of a row is in slot t mod M. Slots from `length` on are ignored, but must be finite. So a
+  smaller `length` restarts a row, or, up to M tokens, returns to an earlier token.
 
   Attributes:
-    keys: [B, H, M, E], floats; heads come first, so that no step transposes the cache.
-    values: [B, H, M, E], floats.
-    length: [B], int32, the number of tokens so far in each row, including lost ones.
+    keys: heads come first, so that no step transposes the cache.
+    values: likewise.
+    length: the number of tokens so far in each row, including lost ones.
   """
 
-  keys: jax.Array
-  values: jax.Array
-  length: jax.Array
+  keys: Float[Array, "B H M E"]
+  values: Float[Array, "B H M E"]
+  length: Int32[Array, "B"]
 
 
 def init_attention_cache(
@@ -46,8 +48,8 @@ def init_attention_cache(
   `batch` is B, `max_length` M, `num_heads` H and `features` E, all at least 1; `dtype`, a float, is
   that of keys and values.
   """
-  checks.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
-  checks.float_dtype(dtype)
+  arrays.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
+  arrays.float_dtype(dtype)
   shape = (batch, num_heads, max_length, features)
   # An array each: one that two leaves share could not be donated.
   return AttentionCache(
@@ -56,18 +58,19 @@ def init_attention_cache(
 
 
 @automatic_axes
+@typed
 def causal_attention_cached(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
+  queries: Float[Array, "B C H E"],
+  keys: Float[Array, "B C H E"],
+  values: Float[Array, "B C H E"],
   cache: AttentionCache,
   *,
-  lengths: ArrayLike | None = None,
-) -> tuple[jax.Array, AttentionCache]:
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token of a chunk to itself and to all tokens before it.
 
   Token c of the chunk is token t = cache.length[b] + c of row b. With the keys k and the
-  values v of the whole row so far, including the chunk,
+  values v of the row so far, including the chunk,
 
     weights[b, h, c, s] = softmax over s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
     output[b, c, h]     = sum over s <= t of weights[b, h, c, s] v[b, s, h]
@@ -83,15 +86,15 @@ def causal_attention_cached(
   Keys and values are first rounded to the dtype of the cache.
 
   Args:
-    queries: [B, C, H, E], floats, 1 <= C <= M.
-    keys: [B, C, H, E], floats.
-    values: [B, C, H, E], floats.
+    queries: of the tokens of a chunk, 1 <= C <= M.
+    keys: likewise, in the dtype of `queries`.
+    values: likewise.
     cache: that of the tokens before the chunk; if donated, updated in place.
-    lengths: [B], integers in 0 .. C, the number of real tokens in each row. The rest is
-      padding, of any value, even nan. None means all.
+    lengths: the number of valid tokens in each row, in 0 .. C. The rest is padding, of any value,
+      even nan. None means all.
 
   Returns:
-    [B, C, H, E] in the dtype of `values`, 0 at the padding; and the cache with the chunk.
+    The output, in the dtype of `values`, 0 at the padding; and the cache with the chunk.
     Traced, outputs from token M on are nan; the cache counts these tokens, but drops them.
 
   Raises:
@@ -100,11 +103,11 @@ def causal_attention_cached(
 
   Source: see `causal_attention`.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths)
+  lengths = _check(queries, keys, values, cache, lengths)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
   new = chunk if lengths is None else lengths
-  if checks.is_known(cache.length) and checks.is_known(new):
-    longest = (np.asarray(cache.length) + np.asarray(new)).max()
+  if arrays.is_concrete(cache.length) and arrays.is_concrete(new):
+    longest = (np.asarray(cache.length) + np.asarray(new)).max(initial=0)
     if longest > max_length:
       raise ValueError(f"cache: expected rows of at most M = {max_length} tokens, got {longest}")
   token_bc = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
@@ -117,17 +120,18 @@ def causal_attention_cached(
 
 
 @automatic_axes
+@typed
 def relative_attention_cached(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  positions: jax.Array,
-  content_bias: jax.Array,
-  position_bias: jax.Array,
+  queries: Float[Array, "B C H E"],
+  keys: Float[Array, "B C H E"],
+  values: Float[Array, "B C H E"],
+  positions: Float[Array, "R H E"],
+  content_bias: Float[Array, "H E"],
+  position_bias: Float[Array, "H E"],
   cache: AttentionCache,
   *,
-  lengths: ArrayLike | None = None,
-) -> tuple[jax.Array, AttentionCache]:
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token to itself and the last tokens, by content and by distance.
 
   In the letters of `causal_attention_cached`,
@@ -145,46 +149,41 @@ def relative_attention_cached(
     output: [[5 6]], the means of 4 2 9 5 and of 2 9 5 8
     cache:  values [[5 8 2 9]]  length [6]
 
-  `positions` are [R, H, E], R >= M, and the biases [H, E]. The other arguments, the results and
-  the errors are those of `causal_attention_cached`, but chunks and rows may have any length.
+  R >= M. The other arguments, the results and the errors are those of `causal_attention_cached`,
+  but chunks and rows may have any length.
 
   Source: see `relative_attention`; the ring is the memory of Sec. 3.2, for the last M tokens.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
+  lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
-  positions, content_bias, position_bias = checks.arrays(
-    dict(zip("BCHEM", (*queries.shape, max_length), strict=True)),
-    positions=(positions, "R>=M H E"),
-    content_bias=(content_bias, "H E"),
-    position_bias=(position_bias, "H E"),
-  )
+  check_distances(positions, max_length)
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   token_bc = cache.length[:, None] + index_c[None]
-  place_m = jnp.arange(max_length, dtype=jnp.int32)
+  slot_m = jnp.arange(max_length, dtype=jnp.int32)
   if chunk == 1:
     # Written before it is read, or XLA would copy the cache at every step.
     cache = _append(keys, values, cache, token_bc % max_length, lengths)
     all_keys, all_values = [cache.keys], [cache.values]
-    distance_bcn = ((cache.length[:, None] - 1 - place_m[None]) % max_length)[:, None]
+    distance_bcn = ((cache.length[:, None] - 1 - slot_m[None]) % max_length)[:, None]
   else:
-    # The chunk may take the places of tokens that its own first ones still see.
-    own_keys, own_values = (
+    # The chunk may take the slots of tokens that its first ones still see.
+    new_keys, new_values = (
       _zero_padding(x, lengths).astype(cache.keys.dtype).swapaxes(1, 2) for x in (keys, values)
     )
-    all_keys, all_values = [cache.keys, own_keys], [cache.values, own_values]
-    age_bm = (cache.length[:, None] - 1 - place_m[None]) % max_length
+    all_keys, all_values = [cache.keys, new_keys], [cache.values, new_values]
+    age_bm = (cache.length[:, None] - 1 - slot_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
     shape = token_bc.shape[0], chunk, chunk
-    to_own_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], shape)
-    distance_bcn = jnp.concatenate([to_past_bcm, to_own_bcc], axis=2)
+    to_new_bcc = jnp.broadcast_to(index_c[:, None] - index_c[None], shape)
+    distance_bcn = jnp.concatenate([to_past_bcm, to_new_bcc], axis=2)
     cache = _append_last(keys, values, cache, token_bc % max_length, lengths)
   q_bche = queries + content_bias[None, None]
   scores_bhcn = jnp.concatenate([_scores(q_bche, x) for x in all_keys], axis=3)
   q_bche = queries + position_bias[None, None]
   by_distance_bhcr = product("bche,rhe->bhcr", q_bche, positions[:max_length])
-  place_bcn = jnp.clip(distance_bcn, 0, max_length - 1)[:, None]
-  scores_bhcn += jnp.take_along_axis(by_distance_bhcr, place_bcn, 3, mode="promise_in_bounds")
-  # Neither later tokens, nor lost ones, nor places without a token yet.
+  index_bcn = jnp.clip(distance_bcn, 0, max_length - 1)[:, None]
+  scores_bhcn += jnp.take_along_axis(by_distance_bhcr, index_bcn, 3, mode="promise_in_bounds")
+  # Neither later tokens, nor lost ones, nor slots without a token yet.
   farthest_bc = jnp.minimum(token_bc, max_length - 1)
   sees_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
   outputs_bche = _attend(scores_bhcn, sees_bcn, all_values, values.dtype)
@@ -192,15 +191,16 @@ def relative_attention_cached(
 
 
 @automatic_axes
+@typed
 def local_attention_cached(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
+  queries: Float[Array, "B C H E"],
+  keys: Float[Array, "B C H E"],
+  values: Float[Array, "B C H E"],
   cache: AttentionCache,
   *,
-  lengths: ArrayLike | None = None,
+  lengths: Integer[Array, "B"] | None = None,
   rotary_base: float | None = None,
-) -> tuple[jax.Array, AttentionCache]:
+) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token to itself and the last tokens, M in all.
 
   In the letters of `causal_attention_cached`,
@@ -216,30 +216,30 @@ def local_attention_cached(
     output: [[5 4]], the means of 4 2 9 and of 2 9 1
     cache:  values [[9 1 2]]  length [5]
 
-  Scores of tokens rotated by `rotate` depend on distances alone, so the cache holds keys as they
+  Scores of tokens rotated by `rotate` depend only on distances, so the cache holds keys as they
   are, and a `rotary_base` rotates them as they are read, however far a row goes.
 
   The other arguments, the results and the errors are those of `causal_attention_cached`.
   """
-  queries, keys, values, lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
+  lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   if rotary_base is not None:
-    checks.number("rotary_base", rotary_base, "None or a number above 0", lambda x: 0 < x < np.inf)
+    arrays.number("rotary_base", rotary_base, "None or a number above 0", lambda x: 0 < x < np.inf)
   chunk, window = queries.shape[1], cache.keys.shape[2]
   index_c = jnp.arange(chunk, dtype=jnp.int32)
-  place_bc = (cache.length[:, None] + index_c[None]) % window
+  slot_bc = (cache.length[:, None] + index_c[None]) % window
 
-  def turn(x_bnhe, place_bn):
+  def turn(x_bnhe, position_bn):
     if rotary_base is None:
       return x_bnhe
     table = rotary_angles(window - 1 + chunk, x_bnhe.shape[3], rotary_base)
-    return rotate(x_bnhe, jnp.asarray(table)[place_bn])
+    return rotate(x_bnhe, jnp.asarray(table)[position_bn])
 
   if chunk == 1:
     # Written before it is read, or XLA would copy the cache at every step.
-    after = _append(keys, values, cache, place_bc, lengths)
+    after = _append(keys, values, cache, slot_bc, lengths)
     age_bm = (cache.length[:, None] - jnp.arange(window, dtype=jnp.int32)[None]) % window
     all_keys = turn(after.keys.astype(queries.dtype).swapaxes(1, 2), window - 1 - age_bm)
-    q_b1he = turn(queries, jnp.full_like(place_bc, window - 1))
+    q_b1he = turn(queries, jnp.full_like(slot_bc, window - 1))
     sees_b1m = (age_bm <= cache.length[:, None])[:, None]
     scores_bh1m = _scores(q_b1he, all_keys.swapaxes(1, 2))
     outputs = _attend(scores_bh1m, sees_b1m, [after.values], values.dtype)
@@ -247,71 +247,64 @@ def local_attention_cached(
   num_past = window - 1
   past_bp = cache.length[:, None] - num_past + jnp.arange(num_past, dtype=jnp.int32)[None]
 
-  def with_past(kept_bhme, own_bche):
+  def with_past(kept_bhme, new_bche):
     past_bhpe = jnp.take_along_axis(kept_bhme, (past_bp % window)[:, None, :, None], axis=2)
-    own_bche = _zero_padding(own_bche, lengths).astype(kept_bhme.dtype)
-    return jnp.concatenate([past_bhpe.swapaxes(1, 2), own_bche], axis=1).astype(queries.dtype)
+    new_bche = _zero_padding(new_bche, lengths).astype(kept_bhme.dtype)
+    return jnp.concatenate([past_bhpe.swapaxes(1, 2), new_bche], axis=1).astype(queries.dtype)
 
-  place_n = jnp.arange(num_past + chunk, dtype=jnp.int32)[None]
+  position_n = jnp.arange(num_past + chunk, dtype=jnp.int32)[None]
   q_bnhe = jnp.pad(queries, ((0, 0), (num_past, 0), (0, 0), (0, 0)))
   k_bnhe, v_bnhe = with_past(cache.keys, keys), with_past(cache.values, values)
-  # The row begins behind the places that no token has filled yet.
+  # The row begins behind the slots that no token has filled yet.
   first_b1 = num_past - jnp.minimum(cache.length, num_past)[:, None]
-  document_starts = ((place_n == 0) | (place_n == first_b1)).astype(jnp.int32)
+  document_starts = ((position_n == 0) | (position_n == first_b1)).astype(jnp.int32)
   outputs = causal_attention(
-    turn(q_bnhe, place_n),
-    turn(k_bnhe, place_n),
+    turn(q_bnhe, position_n),
+    turn(k_bnhe, position_n),
     v_bnhe,
     document_starts=document_starts,
     window=window,
   )[:, num_past:]
-  cache = _append_last(keys, values, cache, place_bc, lengths)
+  cache = _append_last(keys, values, cache, slot_bc, lengths)
   return _zero_padding(outputs.astype(values.dtype), lengths), cache
 
 
-def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool = False) -> tuple:
-  """The arguments but the cache as arrays, the lengths as int32."""
-  sizes: dict[str, int] = {}
-  (queries,) = checks.arrays(sizes, queries=(queries, "B C>=1 H E>=1"))
-  keys, values = checks.arrays(
-    sizes, keys=(keys, "B C H E", queries.dtype), values=(values, "B C H E", queries.dtype)
-  )
-  kept = dict(keys="B H M E", values="B H M E", length=("B", jnp.int32))
-  checks.record("cache", cache, AttentionCache, sizes, **kept)
-  chunk, max_length = sizes["C"], sizes["M"]
+def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool = False):
+  """Checks what the types leave open; returns the lengths as int32, or None."""
+  arrays.check_not_empty(queries=queries, **{"cache.keys": cache.keys})
+  arrays.check_dtype(queries.dtype, keys=keys, values=values)
+  chunk, max_length = queries.shape[1], cache.keys.shape[2]
   if chunk > max_length and not is_ring:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
     )
-  if lengths is not None:
-    lengths = check_lengths(lengths, sizes["B"], chunk)
-  return queries, keys, values, lengths
+  return None if lengths is None else check_lengths(lengths, chunk)
 
 
-def _append_last(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
+def _append_last(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionCache:
   """`_append` to a ring, which keeps the last M tokens of a long chunk."""
   chunk, size = keys.shape[1], cache.keys.shape[2]
   num_new = chunk if lengths is None else lengths[:, None]
   is_last_bc = jnp.arange(chunk, dtype=jnp.int32)[None] >= num_new - size
-  return _append(keys, values, cache, jnp.where(is_last_bc, place_bc, size), lengths)
+  return _append(keys, values, cache, jnp.where(is_last_bc, slot_bc, size), lengths)
 
 
-def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> AttentionCache:
+def _append(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionCache:
   """Writes the real tokens of the chunk into the cache, those beyond its end excepted."""
   chunk = keys.shape[1]
   if lengths is not None:
-    place_bc = jnp.where(is_real(lengths, chunk), place_bc, cache.keys.shape[2])
+    slot_bc = jnp.where(is_real(lengths, chunk), slot_bc, cache.keys.shape[2])
   head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
 
   @jax.vmap  # Rows apart, so that a batch may lie on several devices.
-  def write(old_hme, place_c, new_che):
+  def write(old_hme, slot_c, new_che):
     new_hce = new_che.astype(old_hme.dtype).swapaxes(0, 1)
-    # Every head by its number: with [:, place] XLA copies a cache of one row.
-    return old_hme.at[head_h[:, None], place_c[None]].set(new_hce, mode="drop")
+    # Every head by its number: with [:, slot] XLA copies a cache of one row.
+    return old_hme.at[head_h[:, None], slot_c[None]].set(new_hce, mode="drop")
 
   return AttentionCache(
-    write(cache.keys, place_bc, keys),
-    write(cache.values, place_bc, values),
+    write(cache.keys, slot_bc, keys),
+    write(cache.values, slot_bc, values),
     cache.length + (chunk if lengths is None else lengths),
   )
 
@@ -319,7 +312,7 @@ def _append(keys, values, cache: AttentionCache, place_bc, lengths) -> Attention
 def _scores(queries_bche, keys_bhme) -> jax.Array:
   keys_bhme = keys_bhme.astype(queries_bche.dtype)
   if queries_bche.shape[1] == 1:
-    # With an axis of one XLA would lay the cache out anew.
+    # With an axis of one XLA would change the layout of the cache.
     return product("bhe,bhme->bhm", queries_bche[:, 0], keys_bhme)[:, :, None]
   return product("bche,bhme->bhcm", queries_bche, keys_bhme)
 

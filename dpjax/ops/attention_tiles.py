@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dpjax.ops import checks
+from dpjax.ops import arrays
 from dpjax.ops.dropout import dropout
-from dpjax.ops.platforms import pvary_like, replicate
+from dpjax.ops.placement import pvary_like, replicate
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -30,7 +30,7 @@ class _Inputs(NamedTuple):
   relative: tuple[jax.Array, jax.Array, jax.Array] | None
 
 
-def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate, key, size: int):
+def tiled(queries, keys, values, relative: tuple | None, reach_bt, dropout_rate, key, size: int):
   """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases, or None."""
   length = queries.shape[1]
   missing = -length % size
@@ -42,24 +42,24 @@ def tiled(queries, keys, values, relative: tuple | None, place_bt, dropout_rate,
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
     relative = replicate((positions_hre, *relative[1:]))
   inputs = pvary_like(_Inputs(q, k, v, relative))
-  if place_bt is not None:
-    place_bt = jnp.pad(place_bt, ((0, 0), (0, missing)))
-  with checks.reverse_mode(f"block_size: expected {length} or more"):
-    y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, place_bt, key)
+  if reach_bt is not None:
+    reach_bt = jnp.pad(reach_bt, ((0, 0), (0, missing)))
+  with arrays.reverse_mode(f"block_size: expected {length} or more"):
+    y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, reach_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(dropout_rate, size, inputs: _Inputs, place_bt, key) -> jax.Array:
-  return _attend_tiles_forward(dropout_rate, size, inputs, place_bt, key)[0]
+def _attend_tiles(dropout_rate, size, inputs: _Inputs, reach_bt, key) -> jax.Array:
+  return _attend_tiles_forward(dropout_rate, size, inputs, reach_bt, key)[0]
 
 
-def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
+def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, reach_bt, key):
   values_hbte = inputs.values
 
   def tile(state, i, j):
     old_hbq, sum_hbq, y_hbqe = (_block(x, i, size) for x in state)
-    scores_hbqs, _ = _tile_scores(inputs, place_bt, i, j, size)
+    scores_hbqs, _ = _tile_scores(inputs, reach_bt, i, j, size)
     top_hbq = jnp.maximum(old_hbq, scores_hbqs.max(axis=-1))
     weights_hbqs = jnp.exp(scores_hbqs - top_hbq[..., None])
     shrink_hbq = jnp.exp(old_hbq - top_hbq)
@@ -70,42 +70,42 @@ def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, place_bt, key):
     more_hbqe = product("hbqs,hbse->hbqe", weights_hbqs, _block(values_hbte, j, size))
     y_hbqe = y_hbqe * shrink_hbq[..., None] + more_hbqe
     new = top_hbq, sum_hbq, y_hbqe
-    return tuple(_put(x, part, i, size) for x, part in zip(state, new, strict=True))
+    return tuple(_put(x, block, i, size) for x, block in zip(state, new, strict=True))
 
   zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(inputs)))
   zeros_hbt = zeros_hbte[..., 0]
   state = zeros_hbt - jnp.inf, zeros_hbt, zeros_hbte
-  top_hbt, sum_hbt, y_hbte = _for_tiles(tile, state, values_hbte.shape[2] // size, place_bt)
+  top_hbt, sum_hbt, y_hbte = _for_tiles(tile, state, values_hbte.shape[2] // size, reach_bt)
   y_hbte = (y_hbte / sum_hbt[..., None]).astype(values_hbte.dtype)
-  return y_hbte, (inputs, place_bt, key, y_hbte, top_hbt + jnp.log(sum_hbt))
+  return y_hbte, (inputs, reach_bt, key, y_hbte, top_hbt + jnp.log(sum_hbt))
 
 
 def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
-  inputs, place_bt, key, y_hbte, log_sum_hbt = residuals
+  inputs, reach_bt, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
   dtype = log_sum_hbt.dtype
   # The mean gradient of the weights equals that of the output along it, dropout or not.
   mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
   def tile(grads, i, j):
-    scores_hbqs, parts = _tile_scores(inputs, place_bt, i, j, size)
+    scores_hbqs, factors = _tile_scores(inputs, reach_bt, i, j, size)
     g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
     weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
     by_weights_hbqs = product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
     kept_hbqs = weights_hbqs
     if dropout_rate:
-      factors_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
-      kept_hbqs, by_weights_hbqs = (x * factors_hbqs for x in (kept_hbqs, by_weights_hbqs))
+      mask_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
+      kept_hbqs, by_weights_hbqs = (x * mask_hbqs for x in (kept_hbqs, by_weights_hbqs))
     by_values_hbse = product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
     by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
     by_scores_hbqs = by_scores_hbqs.astype(inputs.queries.dtype)
-    by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, parts.keys)
-    by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, parts.content_queries)
+    by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, factors.keys)
+    by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, factors.content_queries)
     by_relative = grads.relative
     if inputs.relative is not None:
       by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, parts.positions)
-      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, parts.position_queries)
+      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, factors.positions)
+      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, factors.position_queries)
       by_positions, by_content, by_position = grads.relative
       start = _first_distance(inputs.relative[0], i, j, size)
       more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
@@ -129,7 +129,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])), inputs.relative
   )
   grads = grads._replace(relative=per_row)
-  grads = _for_tiles(tile, grads, y_hbte.shape[2] // size, place_bt)
+  grads = _for_tiles(tile, grads, y_hbte.shape[2] // size, reach_bt)
   grads = grads._replace(relative=jax.tree.map(lambda x: x.sum(axis=1), grads.relative))
   return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None, None
 
@@ -137,7 +137,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
 _attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
 
 
-class _Parts(NamedTuple):
+class _Factors(NamedTuple):
   """The factors of a tile's scores; the last two are None without positions."""
 
   content_queries: jax.Array
@@ -146,11 +146,11 @@ class _Parts(NamedTuple):
   positions: Any = None
 
 
-def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array, _Parts]:
+def _tile_scores(inputs: _Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
   """Scores of block i of queries and block j of keys, [H, B, Q, S]; -inf for invisible keys."""
   queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
   if inputs.relative is None:
-    parts = _Parts(queries_hbqe, keys_hbse)
+    factors = _Factors(queries_hbqe, keys_hbse)
   else:
     positions, content_bias, position_bias = inputs.relative
     start = _first_distance(positions, i, j, size)
@@ -158,30 +158,31 @@ def _tile_scores(inputs: _Inputs, place_bt, i, j, size: int) -> tuple[jax.Array,
       queries_hbqe + x_he[:, None, None] for x_he in (content_bias, position_bias)
     )
     positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
-    parts = _Parts(content, keys_hbse, position, positions_hre)
-  scores_hbqs = product("hbqe,hbse->hbqs", parts.content_queries, parts.keys)
+    factors = _Factors(content, keys_hbse, position, positions_hre)
+  scores_hbqs = product("hbqe,hbse->hbqs", factors.content_queries, factors.keys)
   if inputs.relative is not None:
-    by_distance_hbqr = product("hbqe,hre->hbqr", parts.position_queries, parts.positions)
+    by_distance_hbqr = product("hbqe,hre->hbqr", factors.position_queries, factors.positions)
     scores_hbqs += _align_tile(by_distance_hbqr)
-  place = jnp.arange(size, dtype=jnp.int32)
-  lag_qs = place[:, None] + (i - j) * size - place[None]
+  index = jnp.arange(size, dtype=jnp.int32)
+  lag_qs = index[:, None] + (i - j) * size - index[None]
   sees_bqs = (lag_qs >= 0)[None]
-  if place_bt is not None:
-    place_bq = lax.dynamic_slice_in_dim(place_bt, i * size, size, 1)
-    sees_bqs &= lag_qs[None] <= place_bq[..., None]
+  if reach_bt is not None:
+    reach_bq = lax.dynamic_slice_in_dim(reach_bt, i * size, size, 1)
+    sees_bqs &= lag_qs[None] <= reach_bq[..., None]
   scores_hbqs *= queries_hbqe.shape[3] ** -0.5
-  return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), parts
+  return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), factors
 
 
-def _for_tiles(tile, state, blocks: int, place_bt):
+def _for_tiles(tile, state, blocks: int, reach_bt):
   """Folds state = tile(state, i, j) over all tiles in which a query sees a key."""
   i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
-  if place_bt is None:
+  if reach_bt is None:
     return lax.scan(lambda state, i_j: (tile(state, *i_j), None), state, (i, j))[0]
-  # A query's own tile, where it sees at least itself, goes first, so that no maximum is -inf.
+  # The tiles on the diagonal, where a query sees at least its key, go first, so that no maximum is
+  # -inf.
   j = i - j
-  size = place_bt.shape[1] // blocks
-  first_bi = jnp.arange(0, place_bt.shape[1], size, dtype=jnp.int32)[None] - place_bt[:, ::size]
+  size = reach_bt.shape[1] // blocks
+  first_bi = jnp.arange(0, reach_bt.shape[1], size, dtype=jnp.int32)[None] - reach_bt[:, ::size]
   # If a query of a block sees the block of keys, the first one does.
   is_seen = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
   order = jnp.argsort(~is_seen)
@@ -197,8 +198,8 @@ def _block(x, i, size: int) -> jax.Array:
   return lax.dynamic_slice_in_dim(x, i * size, size, 2)
 
 
-def _put(x, part, i, size: int) -> jax.Array:
-  return lax.dynamic_update_slice_in_dim(x, part, i * size, 2)
+def _put(x, block, i, size: int) -> jax.Array:
+  return lax.dynamic_update_slice_in_dim(x, block, i * size, 2)
 
 
 def _first_distance(positions_hre, i, j, size: int):
@@ -208,7 +209,7 @@ def _first_distance(positions_hre, i, j, size: int):
 def _align_tile(by_distance_hbqr: jax.Array) -> jax.Array:
   """Row q of [Q, 2 Q] moves left by Q - 1 - q: [a b c d], [e f g h]  ->  [b c], [e f]."""
   *lead, size, width = by_distance_hbqr.shape
-  # With one column less, a row of the flat array begins one place later each time.
+  # With one column less, a row of the flat array begins one element later each time.
   flat = by_distance_hbqr.reshape(*lead, -1)[..., size - 1 : -1]
   return flat.reshape(*lead, size, width - 1)[..., :size]
 

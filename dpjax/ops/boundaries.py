@@ -1,7 +1,7 @@
 """Boundaries of segments: rules, samples and losses. B batch, T position.
 
-A boundary of 1 means that a segment ends with that token. `document_starts`, [B, T], is 1 at the
-first token of each document, else 0; None means that each row is one document.
+A boundary of 1 means that a segment ends with that token. `document_starts` is 1 at the first token
+of each document, else 0; None means that each row is one document.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3.
 """
@@ -13,22 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray
 
-from dpjax.ops import checks
-from dpjax.ops.documents import document_places
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Binary, Real, Starts, typed
+from dpjax.ops.documents import check_starts, document_places
 from dpjax.ops.products import sum_dtype
 from dpjax.ops.segments import sum_of_segments
 
 
+@typed
 def fixed_boundaries(
   shape: Sequence[int],
   factor: int,
   offset: int | None = None,
   *,
-  num_before: jax.Array | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  num_before: Integer[Array, "B"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Int32[Array, "B T"]:
   """Ends a segment with every `factor`-th token.
 
     b_t = 1 where t mod factor = offset
@@ -38,54 +40,52 @@ def fixed_boundaries(
   Args:
     shape: (B, T).
     factor: the number of tokens in a segment, at least 1.
-    offset: the place of the first boundary. None is factor - 1: all segments are equally long;
+    offset: the position of the first boundary. None is factor - 1: all segments are equally long;
       the authors' code has 0.
-    num_before: [B], integers, the place t of each row's first token; None means 0.
-    document_starts: [B, T], without `num_before`; t is 0 at the first token of each document.
+    num_before: the position t of each row's first token; None means 0.
+    document_starts: without `num_before`; t is 0 at the first token of each document.
 
-  Returns [B, T], int32. Source: Eq. 2.
+  Source: Eq. 2.
   """
-  batch, length = checks.shape(shape)
-  checks.integer("factor", factor)
-  offset = factor - 1 if offset is None else offset
-  checks.integer("offset", offset, 0, factor - 1)
-  num_before, document_starts = checks.arrays(
-    dict(B=batch, T=length),
-    num_before=(num_before, "B | None", checks.INTEGERS),
-    document_starts=(document_starts, "B T | None", checks.STARTS),
-  )
-  place_bt = jnp.arange(length, dtype=jnp.int32)[None]
+  batch, length = arrays.shape(shape)
+  arrays.integer("factor", factor)
+  offset = factor - 1 if offset is None else arrays.integer("offset", offset, 0, factor - 1)
+  position_bt = jnp.arange(length, dtype=jnp.int32)[None]
   if num_before is not None:
-    place_bt += num_before[:, None]
+    arrays.check("num_before", num_before, Integer[Array, arrays.dims(shape).split()[0]])
+    position_bt += num_before[:, None]
   if document_starts is not None:
-    place_bt = document_places(document_starts)
-  is_end_bt = place_bt % factor == offset
+    position_bt = document_places(check_starts(document_starts, shape))
+  is_end_bt = position_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 
 
-def whitespace_boundaries(tokens: ArrayLike, space_ids: Sequence[int]) -> jax.Array:
+@typed
+def whitespace_boundaries(
+  tokens: Integer[Array, "B T"], space_ids: Sequence[int]
+) -> Int32[Array, "B T"]:
   """Ends a segment with every space.
 
     b_t = 1 where x_t is a space
 
-  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]]. Takes token ids, [B, T], and the
-  ids of spaces (and newlines), at least one. Returns [B, T], int32.
+  With the space 0, [[5, 3, 0, 7, 0, 0]] -> [[0, 0, 1, 0, 1, 1]]. Takes token ids, and the ids of
+  spaces (and newlines), at least one.
   """
-  space_ids = checks.ids("space_ids", space_ids)
+  space_ids = arrays.ids("space_ids", space_ids)
   if not space_ids:
     raise ValueError("space_ids: expected at least one id, got none: an alphabet without a space")
-  tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
   return _is_in(tokens, space_ids).astype(jnp.int32)
 
 
+@typed
 def spacelike_boundaries(
-  tokens: ArrayLike,
+  tokens: Integer[Array, "B T"],
   space_ids: Sequence[int],
   end_ids: Sequence[int] | None = None,
   *,
-  previous: jax.Array | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  previous: Binary[Array, "B"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Int32[Array, "B T"]:
   """Ends a segment with the first of each run of spacelike tokens.
 
     b_t = 1 where x_t is spacelike and x_{t-1} is not
@@ -94,21 +94,16 @@ def spacelike_boundaries(
   is an ASCII letter, a digit or a continuation byte of UTF-8 (0x80 .. 0xBF).
 
   Args:
-    tokens: [B, T], ids.
+    tokens: ids.
     space_ids: the tokens whose first byte is spacelike.
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
-    previous: [B], whether the token before each row ends with a spacelike byte; None: it does not.
-    document_starts: [B, T].
+    previous: whether the token before each row ends with a spacelike byte; None: it does not.
+    document_starts: the token before a document is not spacelike.
 
-  Returns [B, T], int32. Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
+  Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
-  space_ids = checks.ids("space_ids", space_ids)
-  end_ids = space_ids if end_ids is None else checks.ids("end_ids", end_ids)
-  tokens, previous, document_starts = checks.arrays(
-    tokens=(tokens, "B T", checks.INTEGERS),
-    previous=(previous, "B | None", checks.STARTS),
-    document_starts=(document_starts, "B T | None", checks.STARTS),
-  )
+  space_ids = arrays.ids("space_ids", space_ids)
+  end_ids = space_ids if end_ids is None else arrays.ids("end_ids", end_ids)
   ends_bt = _is_in(tokens, end_ids)
   if previous is None:
     previous = jnp.zeros(tokens.shape[0], bool)
@@ -122,13 +117,14 @@ def _is_in(tokens: jax.Array, ids: Sequence[int]) -> jax.Array:
   return jnp.isin(tokens.astype(jnp.int32), np.asarray(sorted(ids), np.int32))
 
 
+@typed
 def gumbel_sigmoid(
-  logits: jax.Array,
+  logits: Float[Array, "B T"],
   temperature: float,
   *,
-  key: jax.Array | None = None,
-  noise: ArrayLike | None = None,
-) -> jax.Array:
+  key: PRNGKeyArray | None = None,
+  noise: Float[Array, "B T"] | None = None,
+) -> Float[Array, "B T"]:
   """Samples boundaries, hard in value and soft in gradient.
 
     soft = sigmoid((logit(p) + log u - log(1 - u)) / temperature)
@@ -139,28 +135,26 @@ def gumbel_sigmoid(
   those of sigmoid(2 logits): [0.21, 0.035].
 
   Args:
-    logits: [B, T], floats: logit(p).
+    logits: logit(p).
     temperature: above 0; the paper's is 0.5.
     key: a random key for the draw of u; give either this or `noise`.
-    noise: [B, T], u itself, in (0, 1).
+    noise: u itself, in (0, 1).
 
-  Returns [B, T], 0.0 or 1.0, float32, or float64 for such logits. Source: Eq. 4.
+  Returns 0.0 or 1.0, float32, or float64 for such logits. Source: Eq. 4.
   """
-  logits = checks.array("logits", logits, "B T")
-  temperature = checks.number(
+  temperature = arrays.number(
     "temperature", temperature, "a number above 0", lambda x: x > 0, traced=True
   )
   if (key is None) == (noise is None):
     got = "none" if key is None else "both"
     raise ValueError(f"key, noise: expected one of the two, got {got}")
   if noise is None:
-    checks.key("key", key)
     assert key is not None
     # In the open interval (0, 1): the odd multiples of 2**-24.
     u = jax.random.uniform(key, logits.shape, jnp.float32) + 2.0**-24
   else:
-    u = checks.array("noise", noise, "B T", B=logits.shape[0], T=logits.shape[1])
-    if checks.is_known(u) and not ((np.asarray(u) > 0) & (np.asarray(u) < 1)).all():
+    u = noise
+    if arrays.is_concrete(u) and not ((np.asarray(u) > 0) & (np.asarray(u) < 1)).all():
       raise ValueError("noise: expected above 0 and below 1, got others")
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
@@ -169,13 +163,14 @@ def gumbel_sigmoid(
   return (noisy > 0).astype(dtype) + (soft - lax.stop_gradient(soft))
 
 
+@typed
 def binomial_prior_loss(
-  boundaries: ArrayLike,
+  boundaries: Real[Array, "B T"],
   alpha: float,
   *,
-  weights: ArrayLike | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  weights: Real[Array, "B T"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Float[Array, "B"]:
   """The negative log-probability of a row's number of boundaries under a binomial prior.
 
     loss = -ln Binomial(k; L, alpha) / L
@@ -185,32 +180,33 @@ def binomial_prior_loss(
   Two boundaries among five tokens, alpha 0.2: -ln(10 * 0.2**2 * 0.8**3) / 5 = 0.317.
 
   Args:
-    boundaries: [B, T], zeros and ones; floats get a gradient.
+    boundaries: zeros and ones; floats get a gradient.
     alpha: the prior probability of a boundary, in (0, 1); it may be traced.
-    weights: [B, T], 1 where a token counts, else 0. None means that all count.
-    document_starts: [B, T]; a row's loss is the mean of its documents', weighted by L.
+    weights: 1 where a token counts, else 0. None means that all count.
+    document_starts: a row's loss is the mean of its documents', weighted by L.
 
-  Returns [B], nats per token, float32, or float64 for such boundaries; 0 for a row in which no
-  token counts. Source: Eq. 7.
+  Returns nats per token, float32, or float64 for such boundaries; 0 for a row in which no token
+  counts. Source: Eq. 7.
   """
-  alpha = checks.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
-  log, log1p = (math.log, math.log1p) if checks.is_known(alpha) else (jnp.log, jnp.log1p)
+  alpha = arrays.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
+  log, log1p = (math.log, math.log1p) if arrays.is_concrete(alpha) else (jnp.log, jnp.log1p)
 
   def nats(ones, total):
     log_choices = lax.lgamma(total + 1) - lax.lgamma(ones + 1) - lax.lgamma(total - ones + 1)
     return -(log_choices + ones * log(alpha) + (total - ones) * log1p(-alpha))
 
-  return _of_rows(nats, boundaries, weights, document_starts)
+  return _mean_of_rows(nats, boundaries, weights, document_starts)
 
 
+@typed
 def rate_bounds_loss(
-  boundaries: ArrayLike,
+  boundaries: Real[Array, "B T"],
   highest: float,
   lowest: float,
   *,
-  weights: ArrayLike | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  weights: Real[Array, "B T"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Float[Array, "B"]:
   """How far a row's rate of boundaries lies outside of two bounds.
 
     loss = max(0, r - highest) + max(0, lowest - r),  r = k / L
@@ -225,37 +221,30 @@ def rate_bounds_loss(
     weights: see `binomial_prior_loss`.
     document_starts: see `binomial_prior_loss`.
 
-  Returns [B], float32, or float64 for such boundaries; 0 for a row in which no token counts.
+  Returns float32, or float64 for such boundaries; 0 for a row in which no token counts.
 
   Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
   """
-  highest = checks.number("highest", highest, traced=True)
-  lowest = checks.number("lowest", lowest, traced=True)
+  highest = arrays.number("highest", highest, traced=True)
+  lowest = arrays.number("lowest", lowest, traced=True)
 
   def outside(ones, total):
     rate = ones / jnp.where(total > 0, total, 1)
     return total * (jnp.maximum(0, rate - highest) + jnp.maximum(0, lowest - rate))
 
-  return _of_rows(outside, boundaries, weights, document_starts)
+  return _mean_of_rows(outside, boundaries, weights, document_starts)
 
 
-def _of_rows(function, boundaries, weights, document_starts) -> jax.Array:
+def _mean_of_rows(function, boundaries, weights, document_starts) -> jax.Array:
   """[B], function(k, L) / L of each row's k boundaries among L tokens, or of its documents."""
-  b_bt, w_bt, document_starts = checks.arrays(
-    boundaries=(boundaries, "B T", checks.NUMBERS),
-    weights=(weights, "B T | None", checks.NUMBERS),
-    document_starts=(document_starts, "B T | None", checks.STARTS),
-  )
-  b_bt = b_bt.astype(sum_dtype(b_bt))
-  w_bt = jnp.ones_like(b_bt) if w_bt is None else w_bt.astype(b_bt.dtype)
+  b_bt = boundaries.astype(sum_dtype(boundaries))
+  w_bt = jnp.ones_like(b_bt) if weights is None else weights.astype(b_bt.dtype)
   total_b = jnp.sum(w_bt, axis=1)
   if document_starts is None:
     sum_b = function(jnp.sum(b_bt * w_bt, axis=1), total_b)
   else:
     document_bt = jnp.cumsum(document_starts, axis=1, dtype=jnp.int32) - 1
-    of_documents = [
-      sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt)
-    ]
-    sum_b = jnp.sum(function(*of_documents), axis=1)
+    sums = (sum_of_segments(x_bt, document_bt, b_bt.shape[1]) for x_bt in (b_bt * w_bt, w_bt))
+    sum_b = jnp.sum(function(*sums), axis=1)
   is_any_b = total_b > 0
   return jnp.where(is_any_b, sum_b / jnp.where(is_any_b, total_b, 1), 0)

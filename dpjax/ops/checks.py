@@ -1,18 +1,20 @@
-"""Checks of arguments, by name and before anything is computed.
+"""Until layers and models are annotated: checks of arrays by letters. See `dpjax.ops.arrays`."""
 
-They read types, shapes and dtypes, and values only of arrays that are not traced, and so add
-nothing to a traced function. Messages read `name: expected ..., got ...`.
-"""
-
-import contextlib
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, export
+
+from dpjax.ops.arrays import choice as choice
+from dpjax.ops.arrays import float_dtype as float_dtype
+from dpjax.ops.arrays import ids as ids
+from dpjax.ops.arrays import integer as integer
+from dpjax.ops.arrays import integers as integers
+from dpjax.ops.arrays import is_concrete as is_known
+from dpjax.ops.arrays import number as number
+from dpjax.ops.arrays import rate as rate
 
 FLOATS, INTEGERS, BOOLEANS = "floats", "integers", "booleans"
 NUMBERS, ANY = "real numbers", "numbers"
@@ -28,8 +30,6 @@ _DTYPES = {
   ONES: _REAL,
   STARTS: (jnp.bool_, jnp.integer),
 }
-_MOST = 2**31 - 1  # places are int32
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def arrays(sizes: dict[str, int] | None = None, /, **arguments: tuple) -> list[jax.Array]:
@@ -87,11 +87,6 @@ def _as_array(value: Any) -> Any:
     return np.asarray(None)
 
 
-def is_known(array: Any) -> bool:
-  """Whether the values of an array can be read: it is not traced, and all of it is here."""
-  return not isinstance(array, core.Tracer) and getattr(array, "is_fully_addressable", True)
-
-
 def _fit(axes: list[str], shape: tuple, sizes: dict[str, int]) -> dict[str, int] | None:
   """The sizes of all letters if a shape has these axes, else None."""
   if axes[:1] == ["..."]:
@@ -140,106 +135,3 @@ def record(name: str, value: Any, kind: type, sizes: dict[str, int], /, **fields
     _array(
       sizes, f"{name}.{field}", getattr(value, field), *[axes] if isinstance(axes, str) else axes
     )
-
-
-def key(name: str, value: Any, reason: str = "") -> None:
-  """Checks that a value is one random key, of the new or the old style."""
-  dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-  is_new = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-  if not is_new and not (dtype == jnp.uint32 and shape in ((2,), (4,))):
-    got = None if value is None else f"{type(value).__name__} {shape or ''}".strip()
-    raise ValueError(f"{name}: expected a random key{reason}, got {got}")
-
-
-def integer(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
-  """Checks that a value is an integer of a range."""
-  if not _is_integer(value):
-    raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
-  if not least <= value <= most:
-    bound = f"least {least}" if value < least else f"most {most}"
-    raise ValueError(f"{name}: expected at {bound}, got {value}")
-  return int(value)
-
-
-def _is_integer(value: Any) -> bool:
-  if isinstance(value, bool | np.bool_ | core.Tracer):
-    return False
-  is_scalar = np.ndim(value) == 0 and jnp.issubdtype(getattr(value, "dtype", object), jnp.integer)
-  return isinstance(value, int) or is_scalar
-
-
-def integers(**values: Any) -> None:
-  """Checks that values are integers of at least 1."""
-  for name, value in values.items():
-    integer(name, value)
-
-
-def number(
-  name: str,
-  value: Any,
-  expected: str = "a finite number",
-  is_right: Callable[[Any], bool] = math.isfinite,
-  *,
-  traced: bool = False,
-  error: type[ValueError] = ValueError,
-) -> Any:
-  """Checks that a value is a real number for which `is_right` holds, or, if allowed, is traced.
-
-  Returns it as a float of Python, since an integer of Python may exceed those of JAX.
-  """
-  found = _as_array(value)
-  if found.shape == () and _is_of(found, (jnp.integer, jnp.floating)):
-    if isinstance(found, core.Tracer):
-      if traced:
-        return found
-    elif is_right(x := float(found.item())) and (abs(x) <= _LARGEST or not math.isfinite(x)):
-      return x
-  raise error(f"{name}: expected {expected}, got {value!r}")
-
-
-def rate(name: str, value: Any) -> None:
-  """Checks that a value is the probability of a dropout."""
-  number(name, value, "a probability in [0, 1)", lambda x: 0 <= x < 1)
-
-
-def choice(name: str, value: Any, known: Collection[str], *, or_none: bool = False) -> None:
-  """Checks that a value is one of the known names."""
-  if not (value is None and or_none or isinstance(value, str) and value in known):
-    raise ValueError(f"{name}: expected one of {[*known]}{' or None' * or_none}, got {value!r}")
-
-
-def float_dtype(value: Any) -> None:
-  """Checks that the argument `dtype` is one of floats."""
-  try:
-    found = jnp.dtype("object" if value is None else value)
-  except TypeError:
-    found = jnp.dtype("object")
-  if not jnp.issubdtype(found, jnp.floating):
-    raise ValueError(f"dtype: expected a float, got {value if found.hasobject else found.name}")
-
-
-def ids(name: str, values: Any, expected: str = "token ids") -> tuple[int, ...]:
-  """Checks that values are integers of int32 of at least 0, such as ids of tokens."""
-  found: tuple = tuple(values) if np.iterable(values) else (None,)
-  if not all(_is_integer(x) and 0 <= x <= _MOST for x in found):
-    raise ValueError(f"{name}: expected {expected}, got {values!r}")
-  return tuple(map(int, found))
-
-
-def shape(value: Any) -> tuple[Any, Any]:
-  """Checks that the argument `shape` is (B, T)."""
-  if not isinstance(value, Sequence | np.ndarray) or len(value) != 2:
-    raise ValueError(f"shape: expected (B, T), got {value!r}")
-  batch, length = (x if export.is_symbolic_dim(x) else integer("shape", x, 0) for x in value)
-  return batch, length
-
-
-@contextlib.contextmanager
-def reverse_mode(advice: str) -> Iterator[None]:
-  """Adds to JAX's error about forward-mode derivatives what else can be done."""
-  try:
-    yield
-  except TypeError as error:
-    if "forward-mode" not in str(error):
-      raise
-    raise TypeError(f"{advice} for forward-mode derivatives: {error}") from error

@@ -1,10 +1,12 @@
-"""Documents that follow one another in a row and do not see each other.
+"""Documents that follow one another in a row, and the valid tokens of a chunk.
 
-`document_starts` [B, T] is 1 at the first token of each document, else 0; token t sees t - o_t ..
-t:
+`document_starts` [B, T] is 1 at the first token of each document, else 0; token t sees only the
+tokens t - o_t .. t:
 
     document_starts   1 0 0 1 0 1
-    o          0 1 2 0 1 0
+    o                 0 1 2 0 1 0
+
+B batch, T position, C position of a chunk.
 """
 
 from collections.abc import Sequence
@@ -14,38 +16,52 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from dpjax.errors import UserError
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
 
 
-def check_starts(document_starts: ArrayLike, shape: Sequence[int]) -> jax.Array:
-  """[B, T], int32: starts as given; a `ValueError` unless they are 0 or 1 and rows begin with 1.
+def check_starts(document_starts: ArrayLike, shape: Sequence[int]) -> Int32[Array, "B T"]:
+  """The starts as int32; a `ValueError` unless they are 0 or 1 [B, T] and rows begin with 1.
 
-  If they are traced, only the shape and the dtype are checked.
+  If they are traced, only the shape and the dtype are checked. `shape` is (B, T).
   """
-  batch, length = checks.shape(shape)
-  try:
-    array = checks.array(
-      "document_starts", document_starts, "B T", checks.STARTS, B=batch, T=length
-    )
-  except ValueError as error:
-    raise UserError(str(error)) from None
-  if array.size and checks.is_known(array):
-    is_first = np.asarray(array)[:, 0] != 0
-    if not is_first.all():
-      row = int(np.argmin(is_first))
-      raise UserError(f"document_starts: expected every row to begin with 1, got 0 in row {row}")
-  return jnp.asarray(array, jnp.int32)
+  starts_bt = arrays.check("document_starts", document_starts, Starts[Array, arrays.dims(shape)])
+  return starts_bt.astype(jnp.int32)
 
 
-def document_places(document_starts: ArrayLike) -> jax.Array:
-  """The place of each token within its document, [B, T], int32.
+@typed
+def document_places(document_starts: Starts[Array, "B T"]) -> Int32[Array, "B T"]:
+  """The position of each token within its document.
 
-    o_t = t - (place of the last start at or before t)
-
-  Takes [B, T], 0 or 1.
+  o_t = t - (position of the last start at or before t)
   """
-  document_starts = checks.array("document_starts", document_starts, "B T", checks.STARTS)
-  place_bt = jnp.arange(document_starts.shape[1], dtype=jnp.int32)[None]
-  return place_bt - lax.cummax(jnp.where(document_starts.astype(bool), place_bt, 0), axis=1)
+  position_bt = jnp.arange(document_starts.shape[1], dtype=jnp.int32)[None]
+  return position_bt - lax.cummax(jnp.where(document_starts.astype(bool), position_bt, 0), axis=1)
+
+
+def check_lengths(lengths: Integer[Array, "B"], chunk: int) -> Int32[Array, "B"]:
+  """The number of valid tokens in each row, as int32; it must be in 0 .. C unless traced."""
+  if arrays.is_concrete(lengths):
+    values = np.asarray(lengths)
+    is_wrong = (values < 0) | (values > chunk)
+    if is_wrong.any():
+      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {values[is_wrong][0]}")
+  return jnp.asarray(lengths, jnp.int32)
+
+
+def mask_padding(
+  inputs: Float[Array, "B C D"], lengths: Integer[Array, "B"] | None
+) -> tuple[Float[Array, "B C D"], Int32[Array, "B"]]:
+  """The inputs with zeros at the padding, and the valid positions of each row."""
+  batch, chunk = inputs.shape[:2]
+  if lengths is None:
+    return inputs, jnp.full(batch, chunk, jnp.int32)
+  lengths_b = check_lengths(lengths, chunk)
+  return jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0), lengths_b
+
+
+def is_real(lengths: jax.Array, chunk: int) -> Bool[Array, "B C"]:
+  """Whether each position is valid: [2, 0], C = 3  ->  [[1, 1, 0], [0, 0, 0]]."""
+  return jnp.arange(chunk, dtype=jnp.int32)[None] < lengths[:, None]

@@ -7,15 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import typed
 from dpjax.ops.products import as_factor
 
 _STEPS = 2**16
 _TURNS = 13, 15, 26, 6, 17, 29, 16, 24
 
 
-def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+@typed
+def dropout(
+  inputs: Float[Array, "*B"], rate: float, key: PRNGKeyArray | None
+) -> Float[Array, "*B"]:
   """Sets elements to zero at random, and scales the others to keep the mean.
 
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
@@ -25,19 +30,20 @@ def dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
   a CPU.
 
   Raises:
-    ValueError: `rate` is outside of [0, 1), the inputs are no floats, or a key is missing.
+    ValueError: `rate` is outside of [0, 1), the inputs are not floats, or a key is missing.
 
   Source: Srivastava et al. 2014, jmlr.org/papers/v15/srivastava14a.html, Sec. 10.
   """
-  inputs = _check(inputs, rate, key)
+  _check(rate, key)
   if not rate or not inputs.size:
     return inputs
-  *rest, last = inputs.shape or (1,)
+  assert key is not None
+  *lead, last = inputs.shape or (1,)
   # The four elements of a block of two words lie a quarter of the last axis apart.
-  blocks = *rest, -(-last // 4)
+  blocks = *lead, -(-last // 4)
   counts = lax.iota(jnp.uint32, math.prod(blocks)).reshape(blocks)
   words = threefry(jax.random.bits(key, (2,), jnp.uint32), jnp.zeros_like(counts), counts)
-  words = lax.optimization_barrier(words)  # XLA would compute both again for each of four parts.
+  words = lax.optimization_barrier(words)  # XLA would compute both again for each quarter.
   bits = [(word >> shift).astype(jnp.uint16) for word in words for shift in (0, 16)]
   bits = jnp.concatenate(bits, axis=-1)[..., :last].reshape(inputs.shape)
   is_kept = bits >= jnp.uint16(_num_dropped(rate))
@@ -55,13 +61,13 @@ def _kept_share(rate: float) -> float:
 
 @partial(jax.jit, static_argnames="rounds")
 def threefry(
-  key: jax.Array, high: jax.Array, low: jax.Array, *, rounds: int = 13
-) -> tuple[jax.Array, jax.Array]:
+  key: UInt32[Array, "2"], high: UInt32[Array, "*B"], low: UInt32[Array, "*B"], *, rounds: int = 13
+) -> tuple[UInt32[Array, "*B"], UInt32[Array, "*B"]]:
   """Threefry-2x32, the generator of `jax.random`: two random words for each count.
 
-  The key is [2], the counts high * 2**32 + low are [...], all uint32. With 20 rounds JAX computes
-  the same, on a CPU in a loop whose results go through the memory. From 13 rounds on, its authors
-  know of no flaw; the other 7, a third of the work, are a margin.
+  The counts are high * 2**32 + low. With 20 rounds JAX computes the same, on a CPU in a loop whose
+  results go through the memory. From 13 rounds on, its authors know of no flaw; the other 7, a
+  third of the work, are a margin.
 
   Source: Salmon et al. 2011, doi.org/10.1145/2063384.2063405, Sec. 4.2; Random123.
   """
@@ -78,20 +84,21 @@ def threefry(
   return x, y
 
 
-def relu_dropout(inputs: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+@typed
+def relu_dropout(
+  inputs: Float[Array, "*B"], rate: float, key: PRNGKeyArray | None
+) -> Float[Array, "*B"]:
   """`dropout` of relu(inputs), as a factor (`as_factor`); stores only this for the gradient.
 
-  Derivatives are in reverse mode alone.
+  Only reverse-mode derivatives.
   """
-  inputs = _check(inputs, rate, key)
+  _check(rate, key)
   return _relu_dropout(rate, inputs.dtype, inputs, key)
 
 
-def _check(inputs, rate, key):
-  checks.rate("rate", rate)
-  if rate:
-    checks.key("key", key)
-  return checks.array("inputs", inputs, "...")
+def _check(rate, key):
+  arrays.rate("rate", rate)
+  arrays.key("key", key, rate)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

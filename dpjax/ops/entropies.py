@@ -1,7 +1,7 @@
 """Boundaries at tokens after which a model's prediction is uncertain.
 
-`document_starts`, [B, T], is 1 at the first token of each document, else 0; None means that each
-row is one document.
+`document_starts` is 1 at the first token of each document, else 0; None means that each row is one
+document. B batch, T position, V entry of the vocabulary.
 
 Sources: the pooling paper, Sec. 3.1.3; BLT, arXiv:2412.09871, Sec. 2.3.
 """
@@ -13,25 +13,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32
 
 from dpjax.errors import UserError, unknown
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Binary, Starts, typed
 from dpjax.ops.documents import document_places
 from dpjax.ops.products import sum_dtype
 
 RULES = ("global", "monotonic", "combined")  # of `entropy_threshold`
 
 
-def conditional_entropy(logits: jax.Array) -> jax.Array:
+@typed
+def conditional_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
   """Entropy of the distribution predicted at every position.
 
     H_t = -sum over v of p_tv ln p_tv,   p_t = softmax(logits_t)
 
   Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing, but one of every V is
-  finite. Takes [B, T, V], floats. Returns [B, T], nats, float32, or float64 for such logits.
+  finite. Returns nats, float32, or float64 for such logits.
   """
-  logits = checks.array("logits", logits, "B T V>=1")
+  if not logits.shape[2]:
+    raise ValueError(f"logits: expected V of at least 1, got {arrays.describe(logits)}")
   logits = logits.astype(sum_dtype(logits))
   # Large numbers that all share would cost the differences their digits.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
@@ -41,9 +44,13 @@ def conditional_entropy(logits: jax.Array) -> jax.Array:
   return -jnp.sum(jnp.exp(log_p_btv) * log_p_btv, axis=-1)
 
 
+@typed
 def entropy_spikes(
-  entropies: jax.Array, left: int = 2, *, document_starts: ArrayLike | None = None
-) -> jax.Array:
+  entropies: Float[Array, "B T"],
+  left: int = 2,
+  *,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Int32[Array, "B T"]:
   """Ends a segment where the entropy exceeds that of the preceding tokens.
 
     b_t = 1 where H_t > H_i for all i in t - left .. t - 1
@@ -51,21 +58,20 @@ def entropy_spikes(
   b_0 is always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
 
   Args:
-    entropies: [B, T], floats, nats; no nan.
+    entropies: H, nats; no nan.
     left: the number of preceding tokens to compare with, at least 1.
-    document_starts: [B, T]; tokens of earlier documents are not compared.
+    document_starts: tokens of earlier documents are not compared.
 
-  Returns [B, T], int32, with no gradient. Source: the pooling paper, Eq. 6.
+  The boundaries have no gradient. Source: the pooling paper, Eq. 6.
   """
-  checks.integer("left", left)
-  entropies, document_starts = _check(entropies, document_starts)
+  arrays.integer("left", left)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
-  place_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
+  position_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if document_starts is not None:
-    place_bt = document_places(document_starts)
+    position_bt = document_places(document_starts)
 
   def join(lag, before_bt):
-    past_bt = jnp.where(place_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
+    past_bt = jnp.where(position_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)
     return jnp.maximum(before_bt, past_bt)
 
   lags = 1, min(left + 1, h_bt.shape[1])
@@ -73,15 +79,16 @@ def entropy_spikes(
   return (h_bt > before_bt).astype(jnp.int32)
 
 
+@typed
 def entropy_threshold(
-  entropies: jax.Array,
+  entropies: Float[Array, "B T"],
   rule: str,
   theta: float,
   theta_add: float = 0.0,
   *,
-  previous: tuple[jax.Array, jax.Array] | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  previous: tuple[Float[Array, "B"], Binary[Array, "B"]] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Int32[Array, "B T"]:
   """Ends a segment where the next token is hard to predict.
 
     "global":     b_t = 1 where H_t > theta
@@ -92,32 +99,26 @@ def entropy_threshold(
   monotonic [[1, 0, 0, 1]]; with theta_add 0, combined [[1, 0, 0, 1]].
 
   Args:
-    entropies: H, [B, T], floats, nats: of a model's prediction of token t + 1.
+    entropies: H, nats: of a model's prediction of token t + 1.
     rule: a name in `RULES`.
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
-    previous: H_{-1} and b_{-1}, each [B], to continue rows; None begins rows.
-    document_starts: [B, T]; t counts from the first token of each document.
+    previous: H_{-1} and b_{-1}, to continue rows; None begins rows.
+    document_starts: t counts from the first token of each document.
 
-  Returns [B, T], int32, with no gradient.
+  The boundaries have no gradient.
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3; facebookresearch/blt@1ca0e04:
   bytelatent/data/patcher.py. Its "combined" requires b_{t-1} = 0 only at t = 1, and its
   first token is always a boundary.
   """
   theta_add = check_rule(rule, theta_add)
-  theta = checks.number("theta", theta, "a number", lambda x: x == x, traced=True)
-  entropies, document_starts = _check(entropies, document_starts)
+  theta = arrays.number("theta", theta, "a number", lambda x: x == x, traced=True)
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   if previous is None:
     rows = h_bt.shape[0]
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
-  elif not isinstance(previous, tuple | list) or len(previous) != 2:
-    raise ValueError(f"previous: expected an entropy and a boundary, got {previous!r}")
-  entropy, boundary = (
-    checks.array("previous", x, "B", kind, B=h_bt.shape[0])
-    for x, kind in zip(previous, (checks.FLOATS, checks.STARTS), strict=True)
-  )
+  entropy, boundary = previous
   before_bt = jnp.concatenate([entropy[:, None].astype(h_bt.dtype), h_bt[:, :-1]], 1)
   if document_starts is not None:
     before_bt = jnp.where(document_starts != 0, -jnp.inf, before_bt)
@@ -127,19 +128,20 @@ def entropy_threshold(
     return (h_bt - before_bt > theta).astype(jnp.int32)
   may_bt = (h_bt > theta) & (h_bt - before_bt > theta_add)
   # Of tokens in a row that may be one, every other is: the first, the third, ...
-  place_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
+  index_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   taken_b1 = boundary[:, None].astype(jnp.int32)
-  refused_bt = jnp.where(may_bt, -1 - taken_b1, place_t)
+  refused_bt = jnp.where(may_bt, -1 - taken_b1, index_t)
   if document_starts is not None:
-    refused_bt = jnp.where(document_starts != 0, jnp.maximum(refused_bt, place_t - 1), refused_bt)
+    refused_bt = jnp.where(document_starts != 0, jnp.maximum(refused_bt, index_t - 1), refused_bt)
   last_bt = lax.cummax(refused_bt, axis=1)
-  return (may_bt & ((place_t - last_bt) % 2 == 1)).astype(jnp.int32)
+  return (may_bt & ((index_t - last_bt) % 2 == 1)).astype(jnp.int32)
 
 
+@typed
 def entropy_theta(
-  entropies: ArrayLike, factor: float, rule: str = "global", theta_add: float = 0.0
+  entropies: Float[Array, "B T"], factor: float, rule: str = "global", theta_add: float = 0.0
 ) -> float:
-  """The theta at which `entropy_threshold` gives segments of a given mean length.
+  """The theta at which segments by `entropy_threshold` have a mean length of `factor` tokens.
 
     share of boundaries = 1 / factor, as nearly as ties allow
 
@@ -148,55 +150,48 @@ def entropy_theta(
   factor 2, it is 2.5. A factor below what the rule can reach raises a `ValueError`.
 
   Args:
-    entropies: [B, T], floats, nats, of a text in B windows.
+    entropies: nats, of a text in B windows.
     factor: the target number of tokens per segment, at least 1.
     rule: see `entropy_threshold`.
     theta_add: see `entropy_threshold`.
   """
   theta_add = check_rule(rule, theta_add)
-  h_bt, _ = _check(entropies, None)
-  factor = checks.number(
+  factor = arrays.number(
     "factor", factor, "at least 1, and finite", lambda x: 1 <= x < math.inf, error=UserError
   )
-  if not h_bt.size or not checks.is_known(h_bt):
-    raise ValueError(f"entropies: expected at least one, and no tracer, got {h_bt.shape}")
-  values = np.asarray(h_bt, np.float32)
+  if not entropies.size or not arrays.is_concrete(entropies):
+    raise ValueError(f"entropies: expected at least one, and no tracer, got {entropies.shape}")
+  values = np.asarray(entropies, np.float32)
   if rule == "monotonic":
     values = np.diff(values, axis=1)
   values = np.unique(values)
-  # Of neighbouring floats there is none between; the lower one parts them as well.
+  # Between neighbouring floats there is none; the lower one separates them as well.
   between = values[:-1] + np.diff(values) / 2
   between = np.where(between < values[1:], between, values[:-1])
   ends = (values[:1] - 1, between, values[-1:])
   thetas = np.concatenate(ends) if values.size else np.zeros(1, np.float32)
-  wanted = h_bt.size / factor
+  target = entropies.size / factor
 
-  def count(place: int) -> int:
-    return int(entropy_threshold(h_bt, rule, float(thetas[place]), theta_add).sum())
+  def count(index: int) -> int:
+    return int(entropy_threshold(entropies, rule, float(thetas[index]), theta_add).sum())
 
-  most = count(0)
-  if most < math.floor(wanted):
+  max_count = count(0)
+  if max_count < math.floor(target):
     raise UserError(
-      f"factor: expected at least {h_bt.size / most:.4g}, which theta_add = {theta_add} "
+      f"factor: expected at least {entropies.size / max_count:.4g}, which theta_add = {theta_add} "
       f"leaves, got {factor}"
     )
-  # The first place with fewer than wanted, or the one before it.
-  high = bisect.bisect_right(range(len(thetas)), -wanted, key=lambda place: -count(place))
+  # The first index with fewer than the target, or the one before it.
+  high = bisect.bisect_right(range(len(thetas)), -target, key=lambda index: -count(index))
   near = max(high - 1, 0), min(high, len(thetas) - 1)
-  return float(thetas[min(near, key=lambda place: abs(count(place) - wanted))])
+  return float(thetas[min(near, key=lambda index: abs(count(index) - target))])
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> float:
-  """Checks that a rule is known, and that it uses `theta_add`, which it returns, unless it is 0."""
+  """Checks that a rule exists, and that it uses `theta_add`, which it returns, unless it is 0."""
   if not isinstance(rule, str) or rule not in RULES:
     raise unknown("rule", RULES, rule)
-  theta_add = checks.number("theta_add", theta_add, error=UserError)
+  theta_add = arrays.number("theta_add", theta_add, error=UserError)
   if rule != "combined" and theta_add != 0:
     raise UserError(f"theta_add: expected 0 with the rule {rule}, got {theta_add}")
   return theta_add
-
-
-def _check(entropies, document_starts):
-  return checks.arrays(
-    entropies=(entropies, "B T"), document_starts=(document_starts, "B T | None", checks.STARTS)
-  )

@@ -5,39 +5,43 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from dpjax.ops import checks
-from dpjax.ops.platforms import pvary_like
+from dpjax.ops.arrays import typed
+from dpjax.ops.placement import pvary_like
 from dpjax.ops.products import sum_dtype
 
 
+@typed
 def layer_norm(
-  inputs: jax.Array, scale: jax.Array, bias: jax.Array | None = None, *, epsilon: float = 1e-5
-) -> jax.Array:
+  inputs: Float[Array, "*B D"],
+  scale: Float[Array, "D"],
+  bias: Float[Array, "D"] | None = None,
+  *,
+  epsilon: float = 1e-5,
+) -> Float[Array, "*B D"]:
   """Normalises every vector along the last axis.
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The inputs are [..., D], floats, scale and bias [D]. The variance is that of the deviations, so
-  that a large mean costs no digits, in float32, or in float64 for such inputs. Only reverse-mode
-  derivatives, which store the inputs and two numbers for each vector.
+  The variance is that of the deviations, so that a large mean costs no digits, in float32, or in
+  float64 for such inputs. Only reverse-mode derivatives, which store the inputs and two numbers for
+  each vector.
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """
-  return _norm(True, epsilon, *_check(inputs, scale, bias))
+  return _norm(True, epsilon, *pvary_like((inputs, scale, bias)))
 
 
-def rms_norm(inputs: jax.Array, scale: jax.Array, *, epsilon: float = 1e-5) -> jax.Array:
+@typed
+def rms_norm(
+  inputs: Float[Array, "*B D"], scale: Float[Array, "D"], *, epsilon: float = 1e-5
+) -> Float[Array, "*B D"]:
   """`layer_norm` without mean and bias: scale x / sqrt(mean(x**2) + epsilon).
 
   Source: Zhang and Sennrich 2019, arXiv:1910.07467.
   """
-  return _norm(False, epsilon, *_check(inputs, scale, None))
-
-
-def _check(inputs, scale, bias):
-  arrays = dict(inputs=(inputs, "... D>=1"), scale=(scale, "D"), bias=(bias, "D | None"))
-  return pvary_like(checks.arrays(**arrays))
+  return _norm(False, epsilon, *pvary_like((inputs, scale, None)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -10,17 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from dpjax.ops import checks
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import by_platform, divide_rows, pvary_like
+from dpjax.ops import arrays
+from dpjax.ops.placement import automatic_axes, by_platform, divide_rows, pvary_like
 
 _LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
 
 
-def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
-  """The dtype for sums of the arrays: float64 if one of them is, else float32."""
-  is_wide = any(x.dtype == jnp.float64 for x in arrays)
+def sum_dtype(*terms: jax.Array) -> jnp.dtype:
+  """The dtype for sums of arrays: float64 if one of them is, else float32."""
+  is_wide = any(x.dtype == jnp.float64 for x in terms)
   return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
@@ -29,10 +28,10 @@ def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
 
   `dtype` is "bfloat16", or "float32" for none. What is traced or runs in the context is affected,
   with its gradients. Of dpjax's products only Fourier transforms, the similarity of `route`, sums
-  of gradients of gates, projections between stages of different widths, the values of attention
-  with a cache and "conv" stay in float32.
+  of gradients of gates, projections between stages of different widths, and the values of attention
+  with a cache stay in float32.
   """
-  checks.choice("dtype", dtype, ("float32", "bfloat16"))
+  arrays.choice("dtype", dtype, ("float32", "bfloat16"))
   return _context(dtype)
 
 
@@ -40,7 +39,7 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """`jnp.einsum` of two arrays with the `sum_dtype` of both.
 
   Factors of bfloat16 or float16, and those of float32 within `product_dtype("bfloat16")`, are
-  multiplied in that dtype; so are those of the gradients, in reverse mode alone. Then every axis of
+  multiplied in that dtype; so are those of the gradients, in reverse mode only. Then every axis of
   a factor is one of the other or of the result.
   """
   dtype = factor_dtype(x, y)
@@ -66,7 +65,7 @@ def as_factor(x: jax.Array) -> jax.Array:
 def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
   """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
   x, y = pvary_like((x, y))
-  with checks.reverse_mode("dtype: expected float32"):
+  with arrays.reverse_mode("dtype: expected float32"):
     return _low_product(spec, dtype, x.dtype, x, y)
 
 
@@ -86,7 +85,7 @@ def _forward(spec, dtype, of_x, x, y):
 
 
 def _backward(spec, dtype, of_x, factors, grad):
-  # JAX's own rule would multiply float32 by `dtype`.
+  # JAX's rule would multiply float32 by `dtype`.
   x, y = factors
   x = lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
   terms, z = spec.split("->")
@@ -127,9 +126,9 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
 
 
-def promote(*arrays: Any, dtype: Any, inexact: bool = True) -> list[Any]:
+def promote(*operands: Any, dtype: Any, inexact: bool = True) -> list[Any]:
   """Flax's `promote_dtype`, but for inputs that `as_factor` has rounded already."""
-  inputs, *params = arrays
+  inputs, *params = operands
   is_factor = inputs.dtype in _LOW and inputs.dtype == factor_dtype(inputs, params[0])
   inputs = inputs if is_factor else inputs.astype(dtype)
   return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
@@ -141,7 +140,7 @@ def dot_general(
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a `product` of two matrices.
 
   The gradients then sum over one axis: for a sum over two, XLA:CPU would first transpose a factor.
-  Products of 16 bits (`product_dtype`) have derivatives in reverse mode alone.
+  Products of 16 bits (`product_dtype`) have only reverse-mode derivatives.
   Other products, or with options, go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)

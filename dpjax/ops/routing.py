@@ -17,46 +17,41 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32, Integer
 
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Binary, Real, Starts, typed
 from dpjax.ops.products import sum_dtype
 
-LEAST = 1e-4  # a probability lies this far from 0 and 1 in the scan
+MIN_PROBABILITY = 1e-4  # a probability lies this far from 0 and 1 in the scan
 
 
+@typed
 def route(
-  hidden: jax.Array,
-  query_kernel: jax.Array,
-  key_kernel: jax.Array,
+  hidden: Float[Array, "B T D"],
+  query_kernel: Float[Array, "D E"],
+  key_kernel: Float[Array, "D E"],
   *,
-  previous: jax.Array | None = None,
-  num_before: jax.Array | None = None,
-  document_starts: ArrayLike | None = None,
-) -> tuple[jax.Array, jax.Array]:
+  previous: Float[Array, "B D"] | None = None,
+  num_before: Integer[Array, "B"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T"], Int32[Array, "B T"]]:
   """The probability of a boundary at each token, and the boundaries (the routing module).
 
     p_t = clip((1 - cos(h_{t-1} W_q, h_t W_k)) / 2, 0, 1),  p_0 = 1
     b_t = [p_t > 1/2]
 
   Args:
-    hidden: [B, T, D], floats.
-    query_kernel: W_q, [D, E], for the previous vector.
-    key_kernel: W_k, [D, E], for the token's own vector.
-    previous: [B, D], the vector before each row's first, to continue rows; None for zeros.
-    num_before: [B], integers, the number of earlier tokens in each row; None means 0.
-    document_starts: [B, T], 1 at the first token of each document, where p is 1, too, else 0.
+    hidden: h, a vector for each token.
+    query_kernel: W_q, for the vector of the token before.
+    key_kernel: W_k, for that of the token.
+    previous: the vector before each row's first, to continue rows; None for zeros.
+    num_before: the number of earlier tokens in each row; None means 0.
+    document_starts: 1 at the first token of each document, where p is 1, too, else 0.
 
-  Returns p, [B, T], in float32 or the wider dtype of `hidden`; b, [B, T], int32.
+  Returns p, in float32 or the wider dtype of `hidden`; b.
   """
-  hidden, query_kernel, key_kernel, previous, num_before, document_starts = checks.arrays(
-    hidden=(hidden, "B T>=1 D"),
-    query_kernel=(query_kernel, "D E"),
-    key_kernel=(key_kernel, "D E"),
-    previous=(previous, "B D | None"),
-    num_before=(num_before, "B | None", checks.INTEGERS),
-    document_starts=(document_starts, "B T | None", checks.STARTS),
-  )
+  arrays.check_not_empty(hidden=hidden)
   if previous is None:
     previous = jnp.zeros_like(hidden[:, 0])
   before = jnp.concatenate([previous[:, None].astype(hidden.dtype), hidden[:, :-1]], axis=1)
@@ -71,34 +66,30 @@ def route(
   return probabilities, (probabilities > 0.5).astype(jnp.int32)
 
 
+@typed
 def smooth_segments(
-  segments: jax.Array,
-  probabilities: jax.Array,
+  segments: Float[Array, "B S D"],
+  probabilities: Float[Array, "B S"],
   *,
-  previous: jax.Array | None = None,
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  previous: Float[Array, "B D"] | None = None,
+  document_starts: Starts[Array, "B S"] | None = None,
+) -> Float[Array, "B S D"]:
   """Smooths segments, weighted by the probabilities of their boundaries (the smoothing module).
 
     q_m = clip(p_m, 1e-4, 1 - 1e-4)
     e_m = q_m z_m + (1 - q_m) e_{m-1},  e_{-1} = 0
 
   Args:
-    segments: z, [B, S, D], floats.
-    probabilities: p, [B, S], of the boundaries that end them.
-    previous: e_{-1}, [B, D], to continue rows; None for zeros.
-    document_starts: [B, S], 1 at the first segment of each document, where e_{m-1} is 0, else 0.
+    segments: z.
+    probabilities: p, of the boundaries that end them.
+    previous: e_{-1}, to continue rows; None for zeros.
+    document_starts: 1 at the first segment of each document, where e_{m-1} is 0, else 0.
 
-  Returns e, [B, S, D], in the dtype of `segments`, computed in at least float32.
+  Returns e, in the dtype of `segments`, computed in at least float32.
   """
-  segments, probabilities, previous, document_starts = checks.arrays(
-    segments=(segments, "B S>=1 D"),
-    probabilities=(probabilities, "B S"),
-    previous=(previous, "B D | None"),
-    document_starts=(document_starts, "B S | None", checks.STARTS),
-  )
+  arrays.check_not_empty(segments=segments)
   dtype = sum_dtype(segments, probabilities)
-  q = jnp.clip(probabilities.astype(dtype), LEAST, 1 - LEAST)[..., None]
+  q = jnp.clip(probabilities.astype(dtype), MIN_PROBABILITY, 1 - MIN_PROBABILITY)[..., None]
   added, kept = q * segments.astype(dtype), 1 - q
   if document_starts is not None:
     kept = jnp.where(document_starts.astype(bool)[..., None], 0, kept)
@@ -112,48 +103,42 @@ def smooth_segments(
   return jax.lax.associative_scan(join, (kept, added), axis=1)[1].astype(segments.dtype)
 
 
-def straight_through(probabilities: jax.Array, boundaries: jax.Array) -> jax.Array:
+@typed
+def straight_through(
+  probabilities: Float[Array, "B T"], boundaries: Binary[Array, "B T"]
+) -> Float[Array, "B T"]:
   """Ones that pass the gradient to the probability of each decision (the confidence score).
 
-    c_t = p_t if b_t else 1 - p_t;  the result is 1, with the gradient of c_t
-
-  Takes [B, T], floats, and [B, T], 0 or 1. Returns [B, T], in the dtype of `probabilities`.
+  c_t = p_t if b_t else 1 - p_t;  the result is 1, with the gradient of c_t
   """
-  probabilities, boundaries = checks.arrays(
-    probabilities=(probabilities, "B T"), boundaries=(boundaries, "B T", checks.ONES)
-  )
   chosen = jnp.where(boundaries > 0, probabilities, 1 - probabilities)
   return chosen + jax.lax.stop_gradient(1 - chosen)
 
 
+@typed
 def ratio_loss(
-  boundaries: jax.Array,
-  probabilities: jax.Array,
+  boundaries: Real[Array, "B T"],
+  probabilities: Float[Array, "B T"],
   factor: float,
   *,
-  weights: jax.Array | None = None,
-  share: jax.Array | None = None,
-) -> jax.Array:
+  weights: Real[Array, "B T"] | None = None,
+  share: Float[Array, ""] | None = None,
+) -> Float[Array, ""]:
   """Pulls the share of boundaries towards 1 / N, where the loss has its minimum, 1.
 
     L = N / (N - 1) ((N - 1) F G + (1 - F) (1 - G)),  F = mean b (no gradient), G = mean p
 
   Args:
-    boundaries: [B, T], 0 or 1.
-    probabilities: [B, T], floats.
+    boundaries: b, 0 or 1.
+    probabilities: p.
     factor: N, the target number of tokens per segment, above 1; it may be traced.
-    weights: [B, T], 1 where a token counts, else 0; None means that all count.
-    share: F of the whole batch, for a part of one; None means that of these tokens. Given F,
-      L times the number of tokens adds up over parts.
+    weights: 1 where a token counts, else 0; None means that all count.
+    share: F of the global batch, for a shard of one; None means that of these tokens. With the
+      same F, L times the number of tokens adds up over shards.
 
-  Returns a scalar, at least float32.
+  Returns L, at least float32.
   """
-  boundaries, probabilities, weights = checks.arrays(
-    boundaries=(boundaries, "B T", checks.NUMBERS),
-    probabilities=(probabilities, "B T"),
-    weights=(weights, "B T | None", checks.NUMBERS),
-  )
-  factor = checks.number(
+  factor = arrays.number(
     "factor", factor, "a factor above 1", lambda x: 1 < x < math.inf, traced=True
   )
   dtype = sum_dtype(probabilities)

@@ -1,7 +1,7 @@
 """Pooling of tokens into segments of any length, and upsampling back.
 
 A boundary of 1 means that a segment ends with that token. Shapes are static; results depend
-neither on the number of places nor on the other rows.
+neither on the capacity nor on the other rows.
 
     h                  [B, T, D]   a vector for each token
     s = pool_segments  [B, S-1, D] a vector for each segment
@@ -9,14 +9,15 @@ neither on the number of places nor on the other rows.
     upsample_segments  [B, T, D]   the vector of the last closed segment
 
 No future leaks: a token that closes a segment sees it; other tokens see the segment before, or
-the null group. An open segment at the end of a row is never used. Documents (`document_starts`, 1
-at the first token of each) have null groups of their own, and their last segments end with them:
+the null group. An open segment at the end of a row is never used. Each document
+(`document_starts`, 1 at the first token of each) has its null group, and its last segment ends
+with it:
 
-    h           a  b  c  d  e  f
-    document_starts      1  0  0  1  0  0
-    boundaries  0  1  0  0  0  1
-    places      null, ab, null, def
-    read        0  1  1  2  2  3
+    h                a  b  c  d  e  f
+    document_starts  1  0  0  1  0  0
+    boundaries       0  1  0  0  0  1
+    segments         null, ab, null, def
+    read             0  1  1  2  2  3
 
 B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
 
@@ -34,11 +35,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Int32, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.documents import check_starts
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Binary, Starts, typed
+from dpjax.ops.documents import check_lengths, is_real
+from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
 METHODS = ("mean", "last")
@@ -46,30 +48,31 @@ METHODS = ("mean", "last")
 
 def check_boundaries(boundaries: ArrayLike, shape: Sequence[int]) -> None:
   """Checks that boundaries are zeros and ones, of any real dtype, of the shape (B, T)."""
-  batch, length = checks.shape(shape)
-  checks.array("boundaries", boundaries, "B T", checks.ONES, B=batch, T=length)
+  arrays.check("boundaries", boundaries, Binary[Array, arrays.dims(shape)])
 
 
-def segment_ids(boundaries: ArrayLike) -> jax.Array:
+@typed
+def segment_ids(boundaries: Binary[Array, "B T"]) -> Int32[Array, "B T"]:
   """The segment that every token belongs to, counted from 0 in every row.
 
     id_t = sum over i < t of b_i = cumsum(b)_t - b_t
     [[0, 1, 0, 0, 1, 0]] -> [[0, 0, 1, 1, 1, 2]]
 
-  Takes [B, T], zeros and ones of any dtype. Returns [B, T], int32, without a gradient.
+  It has no gradient.
   """
-  return _ids(checks.array("boundaries", boundaries, "B T", checks.ONES))
+  return _ids(boundaries)
 
 
 @automatic_axes
+@typed
 def pool_segments(
-  inputs: jax.Array,
-  boundaries: ArrayLike,
+  inputs: Float[Array, "B T D"],
+  boundaries: Binary[Array, "B T"],
   capacity: int,
   *,
   method: str = "mean",
-  document_starts: ArrayLike | None = None,
-) -> jax.Array:
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Float[Array, "B capacity D"]:
   """Pools every segment to one vector: the mean of its tokens, or its last token.
 
     mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
@@ -80,7 +83,7 @@ def pool_segments(
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
 
-  Places without a segment are zero. An open segment at the end has its mean if there is room, and
+  Vectors without a segment are zero. An open segment at the end has its mean if there is room, and
   no last token. Segments from `capacity` on are dropped. Sums are in float32.
 
   With "mean", float boundaries get a (reverse-mode) gradient, as in the authors' code: token l has
@@ -89,24 +92,19 @@ def pool_segments(
     ds_m / dw_l = (h_l - s_m) / n_m,   dw_l / db_i = 1 for i < l, else 0.
 
   Args:
-    inputs: [B, T, D], floats.
-    boundaries: [B, T], zeros and ones: 1 where a segment ends.
-    capacity: the number of places for segments in a row, at least 0; T is always enough.
+    inputs: h, a vector for each token.
+    boundaries: 1 where a segment ends, else 0.
+    capacity: the maximum number of segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
-    document_starts: [B, T]; each document but the first then has a place before its segments, for
-      the caller's null group (`segment_starts`, one place further). None: a row is one document.
+    document_starts: each document but the first then has a vector of zeros before its segments, for
+      the caller's null group (`segment_starts`, one further). None: a row is one document.
 
-  Returns [B, capacity, D], in the dtype of `inputs`.
+  Returns s, in the dtype of `inputs`.
 
   Source: the pooling paper, Sec. 3 (mean) and Table 2 (last: sub-sampling).
   """
-  inputs, boundaries = checks.arrays(
-    inputs=(inputs, "B T D"), boundaries=(boundaries, "B T", checks.ONES)
-  )
-  capacity = checks.integer("capacity", capacity, 0)
-  checks.choice("method", method, METHODS)
-  if document_starts is not None:
-    document_starts = check_starts(document_starts, inputs.shape[:2])
+  capacity = arrays.integer("capacity", capacity, 0)
+  arrays.choice("method", method, METHODS)
   if not capacity or not inputs.size:
     return jnp.zeros((inputs.shape[0], capacity, inputs.shape[2]), inputs.dtype)
   if method == "mean" and jnp.issubdtype(boundaries.dtype, jnp.floating):
@@ -120,9 +118,13 @@ def pool_segments(
 
 
 @automatic_axes
+@typed
 def upsample_segments(
-  segments: jax.Array, boundaries: ArrayLike, *, document_starts: ArrayLike | None = None
-) -> jax.Array:
+  segments: Float[Array, "B S D"],
+  boundaries: Binary[Array, "B T"],
+  *,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
   """Gives every token the vector of the last closed segment.
 
     u_t = segments[sum over i <= t of b_i]
@@ -136,24 +138,20 @@ def upsample_segments(
   gradient of a segment is the sum over its readers, in float32; that of boundaries is zero.
 
   Args:
-    segments: [B, S, D], floats: null group and segments in order, of each document in turn.
+    segments: null group and segments in order, of each document in turn.
     boundaries: see `pool_segments`.
     document_starts: see `pool_segments`.
 
-  Returns [B, T, D], in the dtype of `segments`.
+  Returns u, in the dtype of `segments`.
   """
-  segments, boundaries = checks.arrays(
-    segments=(segments, "B S>=1 D"), boundaries=(boundaries, "B T", checks.ONES)
-  )
-  if document_starts is not None:
-    document_starts = check_starts(document_starts, boundaries.shape)
+  arrays.check_not_empty(segments=segments)
   index_bt = _ids(boundaries, document_starts) + boundaries.astype(jnp.int32)
-  if index_bt.size and checks.is_known(index_bt):
+  if index_bt.size and arrays.is_concrete(index_bt):
     last = int(np.asarray(index_bt).max())
     if last >= segments.shape[1]:
       raise ValueError(
-        f"segments: expected S = {last + 1} or more of [B, S, D], the null group included, got "
-        f"{segments.dtype} {segments.shape}"
+        f"segments: expected S of at least {last + 1} of [B, S, D], with the null group, got "
+        f"{arrays.describe(segments)}"
       )
   return take_segments(segments, index_bt)
 
@@ -165,27 +163,28 @@ def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
   return _take(wide_bsd, index, jnp.nan).astype(segments.dtype)
 
 
+@typed
 def segment_starts(
-  boundaries: ArrayLike, document_starts: ArrayLike, capacity: int, *, has_null_group: bool = True
-) -> jax.Array:
-  """The starts of documents among the places of segments, [B, capacity], int32, 0 or 1.
+  boundaries: Binary[Array, "B T"],
+  document_starts: Starts[Array, "B T"],
+  capacity: int,
+  *,
+  has_null_group: bool = True,
+) -> Int32[Array, "B capacity"]:
+  """The starts of documents among segments, 0 or 1.
 
   A document begins with its null group, or without one with its first segment, which its first
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
   """
-  boundaries, document_starts = checks.arrays(
-    boundaries=(boundaries, "B T", checks.ONES),
-    document_starts=(document_starts, "B T", checks.STARTS),
-  )
-  checks.integer("capacity", capacity, 0)
+  arrays.integer("capacity", capacity, 0)
   starts_bt = document_starts.astype(jnp.int32)
   ids_bt = _ids(boundaries, starts_bt if has_null_group else None)
   return sum_of_segments(starts_bt, ids_bt, capacity)
 
 
 def _ids(boundaries, document_starts=None):
-  """The place of each token's segment; with `document_starts`, null groups have places too."""
+  """The index of each token's segment; with `document_starts`, null groups count, too."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
   if document_starts is None:
@@ -194,7 +193,7 @@ def _ids(boundaries, document_starts=None):
 
 
 def sum_of_segments(values, ids, capacity):
-  """Sums row by row: over the whole batch, a row's surplus would fall into the next row."""
+  """Sums row by row: over all rows at once, a row's surplus would fall into the next row."""
   return jax.vmap(
     functools.partial(jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True)
   )(values, ids)
@@ -226,9 +225,8 @@ def _mean_forward(inputs, boundaries, document_starts, capacity):
   return means_bsd.astype(inputs.dtype), (inputs, boundaries, document_starts, means_bsd, sizes_bs1)
 
 
-def _mean_backward(capacity, kept, by_means):
-  del capacity
-  inputs, boundaries, document_starts, means_bsd, sizes_bs1 = kept
+def _mean_backward(_, residuals, by_means):
+  inputs, boundaries, document_starts, means_bsd, sizes_bs1 = residuals
   ids_bt = _ids(boundaries, document_starts)
   by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
   by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
@@ -240,49 +238,50 @@ def _mean_backward(capacity, kept, by_means):
   if document_starts is None:
     by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
   else:
-    goes_on_bt = jnp.pad(document_starts == 0, ((0, 0), (0, 1)))[:, 1:]
-    by_boundaries_bt = _sum_to_end(later_bt, goes_on_bt)
+    continues_bt = jnp.pad(document_starts == 0, ((0, 0), (0, 1)))[:, 1:]
+    by_boundaries_bt = _sum_to_end(later_bt, continues_bt)
   return by_inputs_btd.astype(inputs.dtype), by_boundaries_bt.astype(boundaries.dtype), None
 
 
-def _sum_to_end(values, goes_on):
+def _sum_to_end(values, continues):
   """s_t = values_t + s_{t+1} if the document continues at t + 1, else 0; [B, T]."""
 
   def join(later, earlier):
     more = jnp.where(earlier[1], later[0], 0)
     return earlier[0] + more, earlier[1] & later[1]
 
-  sums = jnp.where(goes_on, values, 0)
-  return lax.associative_scan(join, (sums, goes_on), reverse=True, axis=1)[0]
+  sums = jnp.where(continues, values, 0)
+  return lax.associative_scan(join, (sums, continues), reverse=True, axis=1)[0]
 
 
 _mean_by_boundaries.defvjp(_mean_forward, _mean_backward)
 
 
 class SegmentCache(NamedTuple):
-  """The open segment of each row: the sum [B, D] and the number [B], int32, of its tokens."""
+  """The open segment of each row: the sum and the number of its tokens."""
 
-  total: jax.Array
-  count: jax.Array
+  total: Float[Array, "B D"]
+  count: Int32[Array, "B"]
 
 
 def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -> SegmentCache:
-  """The cache before the first token, zeros, for inputs [B, D] of this dtype."""
-  checks.integers(batch=batch, width=width)
-  checks.float_dtype(dtype)
+  """The cache before the first token, zeros, for B rows of the width D, of this dtype."""
+  arrays.integers(batch=batch, width=width)
+  arrays.float_dtype(dtype)
   total_bd = jnp.zeros((batch, width), dtype)
   return SegmentCache(total_bd.astype(sum_dtype(total_bd)), jnp.zeros(batch, jnp.int32))
 
 
 @automatic_axes
+@typed
 def pool_segments_cached(
-  inputs: jax.Array,
-  boundaries: ArrayLike,
+  inputs: Float[Array, "B C D"],
+  boundaries: Binary[Array, "B C"],
   cache: SegmentCache,
   *,
   method: str = "mean",
-  lengths: ArrayLike | None = None,
-) -> tuple[jax.Array, SegmentCache]:
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C D"], SegmentCache]:
   """`pool_segments` of the segments that end within a chunk; the first may have begun before it.
 
   For one feature and an open segment of the tokens 4 and 6:
@@ -292,26 +291,23 @@ def pool_segments_cached(
     last:  [2, 50, 0, 0]
 
   Args:
-    inputs: [B, C, D], floats, C >= 1.
-    boundaries: [B, C], zeros and ones: 1 where a segment ends.
+    inputs: a vector for each token of a chunk, C >= 1.
+    boundaries: 1 where a segment ends, else 0.
     cache: from `init_segment_cache` or the previous call.
     method: "mean" or "last".
-    lengths: [B], int32, in 0 .. C: the number of real tokens in each row; None means all.
+    lengths: the number of valid tokens in each row, in 0 .. C; None means all.
 
-  Returns [B, C, D], in the dtype of `inputs`, and the cache after the chunk.
+  Returns the segments, in the dtype of `inputs`, and the cache after the chunk.
   """
-  sizes: dict[str, int] = {}
-  inputs, boundaries = checks.arrays(
-    sizes, inputs=(inputs, "B C>=1 D"), boundaries=(boundaries, "B C", checks.ONES)
-  )
-  checks.choice("method", method, METHODS)
-  batch, chunk, _ = inputs.shape
+  arrays.check_not_empty(inputs=inputs)
+  arrays.choice("method", method, METHODS)
   dtype = sum_dtype(inputs)
-  checks.record("cache", cache, SegmentCache, sizes, total=("B D", dtype), count=("B", jnp.int32))
+  arrays.check_dtype(dtype, **{"cache.total": cache.total})
+  chunk = inputs.shape[1]
   b_bc = boundaries.astype(jnp.int32)
   x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
   if lengths is not None:
-    is_real_bc = is_real(check_lengths(lengths, batch, chunk), chunk)
+    is_real_bc = is_real(check_lengths(lengths, chunk), chunk)
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
   ids_bc, num_b1 = _ids(b_bc), jnp.sum(b_bc, axis=1, keepdims=True, dtype=jnp.int32)

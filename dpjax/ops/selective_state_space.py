@@ -7,32 +7,33 @@ Source: Dao and Gu 2024, arXiv:2405.21060.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.documents import check_starts
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.lengths import check_lengths, is_real
-from dpjax.ops.platforms import pvary_like
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.documents import mask_padding
+from dpjax.ops.placement import automatic_axes, pvary_like
 from dpjax.ops.products import product, sum_dtype
 
 
 @automatic_axes
+@typed
 def selective_state_space(
-  inputs: jax.Array,
-  dt: jax.Array,
-  a: jax.Array,
-  b: jax.Array,
-  c: jax.Array,
+  inputs: Float[Array, "B T H P"],
+  dt: Float[Array, "B T H"],
+  a: Float[Array, "H"],
+  b: Float[Array, "B T G N"],
+  c: Float[Array, "B T G N"],
   *,
-  document_starts: jax.Array | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
   chunk_size: int = 64,
-) -> jax.Array:
+) -> Float[Array, "B T H P"]:
   """Runs a linear recurrence whose decay, writing and reading depend on the position.
 
     s_t = exp(dt_t a) s_{t-1} + dt_t x_t b_t^T          s_{-1} = 0, [P, N] for each head
@@ -43,104 +44,94 @@ def selective_state_space(
   it keeps the arguments and, while it runs, one state for each chunk.
 
   Args:
-    inputs: x, [B, T, H, P], floats.
-    dt: [B, T, H], floats of at least 0.
-    a: [H], floats of at most 0.
-    b: [B, T, G, N], floats; G divides H, and head h belongs to the group h G // H.
-    c: [B, T, G, N], floats.
-    document_starts: [B, T], 1 at the first token of each document, else 0: there the state before
-      is 0. None means that each row is one document.
+    inputs: x.
+    dt: steps of at least 0.
+    a: decays of at most 0.
+    b: what the state adds; G divides H, and head h belongs to the group h G // H.
+    c: what is read of the state.
+    document_starts: 1 at the first token of each document, else 0: there the state before is 0.
+      None means that each row is one document.
     chunk_size: Q; it changes the speed, and the result up to rounding.
 
   Returns:
-    y, [B, T, H, P], in the dtype of `inputs`; states and sums are in float32, or in float64 for
-    such arrays.
+    y, in the dtype of `inputs`; states and sums are in float32, or in float64 for such arrays.
 
   Raises:
     ValueError: shapes or dtypes do not match.
   """
-  x, dt, a, b, c = _check(inputs, dt, a, b, c)
-  checks.integer("chunk_size", chunk_size, 1)
-  if document_starts is not None:
-    document_starts = check_starts(document_starts, x.shape[:2])
-  if x.size == 0:
-    return x
-  state = init_selective_state(x.shape[0], *x.shape[2:], b.shape[3], sum_dtype(x, dt, a, b, c))
-  return _run(chunk_size, x, dt, a, b, c, document_starts, state)[0]
+  _check_groups(inputs, b)
+  arrays.integer("chunk_size", chunk_size, 1)
+  if inputs.size == 0:
+    return inputs
+  dtype = sum_dtype(inputs, dt, a, b, c)
+  state = init_selective_state(inputs.shape[0], *inputs.shape[2:], b.shape[3], dtype)
+  return _run(chunk_size, inputs, dt, a, b, c, document_starts, state)[0]
 
 
 def init_selective_state(
-  batch: int, num_heads: int, head_width: int, state_width: int, dtype: Any = jnp.float32
-) -> jax.Array:
-  """The state before the first token, [B, H, P, N] zeros."""
-  checks.integers(batch=batch, num_heads=num_heads, head_width=head_width, state_width=state_width)
-  checks.float_dtype(dtype)
+  batch: int,
+  num_heads: int,
+  head_width: int,
+  state_width: int,
+  dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "B H P N"]:
+  """The state before the first token: zeros."""
+  arrays.integers(batch=batch, num_heads=num_heads, head_width=head_width, state_width=state_width)
+  arrays.float_dtype(dtype)
   return jnp.zeros((batch, num_heads, head_width, state_width), dtype)
 
 
 @automatic_axes
+@typed
 def selective_state_space_cached(
-  inputs: jax.Array,
-  dt: jax.Array,
-  a: jax.Array,
-  b: jax.Array,
-  c: jax.Array,
-  state: jax.Array,
+  inputs: Float[Array, "B C H P"],
+  dt: Float[Array, "B C H"],
+  a: Float[Array, "H"],
+  b: Float[Array, "B C G N"],
+  c: Float[Array, "B C G N"],
+  state: Float[Array, "B H P N"],
   *,
-  lengths: ArrayLike | None = None,
+  lengths: Integer[Array, "B"] | None = None,
   chunk_size: int = 64,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B C H P"], Float[Array, "B H P N"]]:
   """Continues every row of `selective_state_space`: the outputs are those of whole rows.
 
   Args:
-    inputs: [B, C, H, P], the next C positions of each row; with C = 1 the recurrence itself runs.
-    dt: [B, C, H].
-    a: [H], the same in every call.
-    b: [B, C, G, N].
-    c: [B, C, G, N].
-    state: [B, H, P, N], from `init_selective_state` or the previous call.
-    lengths: [B], the number of real positions in each row, before its padding; None means all.
-      Outputs of the padding are meaningless.
+    inputs: a chunk of each row; of one position, the recurrence itself runs.
+    dt: see `selective_state_space`.
+    a: the same in every call.
+    b: see `selective_state_space`.
+    c: see `selective_state_space`.
+    state: from `init_selective_state` or the previous call.
+    lengths: see `causal_attention_cached`; outputs of the padding are meaningless.
     chunk_size: Q.
 
   Returns:
-    [B, C, H, P], and the state after each row's last real position.
+    The outputs, and the state after each row's last real position.
 
   Raises:
     ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
-  x, dt, a, b, c = _check(inputs, dt, a, b, c)
-  batch, length, heads, width = x.shape
-  state = checks.array("state", state, "B H P N", B=batch, H=heads, P=width, N=b.shape[3])
-  if lengths is not None:  # without a step the state neither decays nor grows
-    is_real_bc = is_real(check_lengths(lengths, batch, length), length)
-    dt = jnp.where(is_real_bc[..., None], dt, 0)
+  _check_groups(inputs, b)
+  arrays.check_not_empty(inputs=inputs)
+  length, heads = inputs.shape[1:3]
+  dt, _ = mask_padding(dt, lengths)  # Without a step the state neither decays nor grows.
   if length > 1:
-    return _run(chunk_size, x, dt, a, b, c, None, state)
-  dtype = sum_dtype(x, dt, a, b, c)
-  repeats = heads // b.shape[2]
+    return _run(chunk_size, inputs, dt, a, b, c, None, state)
+  dtype, repeats = sum_dtype(inputs, dt, a, b, c), heads // b.shape[2]
   b_bhn, c_bhn = (jnp.repeat(z[:, 0].astype(dtype), repeats, axis=1) for z in (b, c))
   dt_bh = dt[:, 0].astype(dtype)
-  written_bhp = dt_bh[..., None] * x[:, 0].astype(dtype)
+  written_bhp = dt_bh[..., None] * inputs[:, 0].astype(dtype)
   new = jnp.exp(dt_bh * a.astype(dtype)[None])[..., None, None] * state.astype(dtype)
   new += written_bhp[..., None] * b_bhn[:, :, None]
   y_bhp = jnp.sum(new * c_bhn[:, :, None], axis=-1)
-  return y_bhp[:, None].astype(x.dtype), new.astype(state.dtype)
+  return y_bhp[:, None].astype(inputs.dtype), new.astype(state.dtype)
 
 
-def _check(inputs, dt, a, b, c):
-  sizes: dict[str, int] = {}
-  arrays = checks.arrays(
-    sizes,
-    inputs=(inputs, "B T H P>=1"),
-    dt=(dt, "B T H"),
-    a=(a, "H"),
-    b=(b, "B T G>=1 N>=1"),
-    c=(c, "B T G N"),
-  )
-  if sizes["H"] % sizes["G"]:
-    raise ValueError(f"b: expected G that divides H = {sizes['H']}, got G = {sizes['G']}")
-  return arrays
+def _check_groups(inputs, b) -> None:
+  heads, groups = inputs.shape[2], b.shape[2]
+  if not groups or heads % groups:
+    raise ValueError(f"b: expected G that divides H = {heads}, got G = {groups}")
 
 
 class _Chunk(NamedTuple):
@@ -240,14 +231,20 @@ def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
   shape = batch, size, groups, heads // groups
   dtype = sum_dtype(*chunk[:4], a)
   dt = chunk.dt.astype(dtype)
-  total = jnp.cumsum((dt * a.astype(dtype)[None, None]).reshape(shape), axis=1)
+  decay = (dt * a.astype(dtype)[None, None]).reshape(shape)
   sees = jnp.tril(jnp.ones((size, size), bool))[None]
-  from_before, to_end = jnp.exp(total), jnp.exp(total[:, -1:] - total)
-  if chunk.starts is not None:
+  if chunk.starts is None:
+    total = jnp.cumsum(decay, axis=1)
+    from_before, to_end = jnp.exp(total), jnp.exp(total[:, -1:] - total)
+  else:
     number_bq = jnp.cumsum(chunk.starts, axis=1)
     sees &= number_bq[:, :, None] == number_bq[:, None]
-    from_before = jnp.where((number_bq == 0)[..., None, None], from_before, 0)
-    to_end = jnp.where((number_bq == number_bq[:, -1:])[..., None, None], to_end, 0)
+    # Sums of a document alone, so that no rounding depends on another one.
+    precise = lax.Precision.HIGHEST
+    total = jnp.einsum("bqs,bsgr->bqgr", sees.astype(dtype), decay, precision=precise)
+    from_before = jnp.where((number_bq == 0)[..., None, None], jnp.exp(total), 0)
+    is_last = (number_bq == number_bq[:, -1:])[..., None, None]
+    to_end = jnp.exp(jnp.where(is_last, total[:, -1:] - total, -jnp.inf))
   between = from_before
   if has_between:
     by_head = jnp.moveaxis(total, 1, -1)  # [B, G, R, Q]

@@ -1,24 +1,28 @@
-"""Shift-and-sum, the token mixer of the Dispatcher, over whole sequences.
+"""Shift-and-sum, the token mixer of the Dispatcher: over sequences, and in chunks.
 
-B batch, T position, H head, E feature of a head, K level.
+B batch, T position, C position of a chunk, H head, E feature of a head, K level, M slot of the
+rings that a chunk touches.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
 fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.platforms import (
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.documents import check_lengths, document_places, is_real
+from dpjax.ops.placement import (
+  automatic_axes,
   by_platform,
-  has_libtpu,
   has_triton,
   is_symbolic,
   num_devices,
@@ -34,18 +38,19 @@ def num_levels(max_length: int) -> int:
 
   It is the smallest K with 2**K >= max_length.
   """
-  return (checks.integer("max_length", max_length) - 1).bit_length()
+  return (arrays.integer("max_length", max_length) - 1).bit_length()
 
 
 @automatic_axes
+@typed
 def shift_and_sum(
-  values: jax.Array,
-  gates: jax.Array,
+  values: Float[Array, "B T H E"],
+  gates: Float[Array, "B T H K"],
   *,
-  level_keep: jax.Array | None = None,
-  document_starts: jax.Array | None = None,
+  level_keep: Bool[Array, "K"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
   implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "B T H E"]:
   """Adds to every position a gated sum over the positions before it.
 
   For k = 0 .. K-1, where v_k[t] is zero for t < 0:
@@ -59,40 +64,32 @@ def shift_and_sum(
 
   Sums are in float32, or in float64 if an argument is. The implementations are
 
-  - "loop", Alg. 1 to the letter: the reference. In it alone a later inf or nan affects the past.
+  - "loop", Alg. 1 to the letter: the reference. Only there a later inf or nan affects the past.
   - "unrolled", with static shifts.
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
     instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
     levels fit into the caches.
-  - "pallas" (`dpjax.ops.shift_and_sum_pallas`), kernels for a GPU and a TPU.
+  - "pallas" (`dpjax.ops.shift_and_sum_gpu`), kernels for a GPU.
 
   The last two have only reverse-mode derivatives.
 
   Args:
-    values: [B, T, H, E], floats.
-    gates: [B, T, H, K], floats without unit; the paper's are in (0, 1).
-    level_keep: [K] booleans: a level with False is skipped, without rescaling (Dispatcher
-      dropout, Sec. 2.1). None keeps all.
-    document_starts: [B, T], 1 at the first token of each document, else 0: gates[t, k] counts as 0
-      if t - 2**k lies before the document. None means that each row is one document.
-    implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, and on a TPU (one,
-      or those of a run) if T fits, except within `jax.shard_map` and with a symbolic batch;
-      "recompute" elsewhere.
+    values: v_0.
+    gates: without unit; the paper's are in (0, 1).
+    level_keep: a level with False is skipped, without rescaling (Dispatcher dropout, Sec. 2.1).
+      None keeps all.
+    document_starts: 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
+      t - 2**k lies before the document. None means that each row is one document.
+    implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, except within
+      `jax.shard_map` and with a symbolic batch, and "recompute" elsewhere.
 
   Returns:
-    [B, T, H, E], in the dtype of `values`.
+    v_K, in the dtype of `values`.
 
   Raises:
     ValueError: shapes or dtypes do not match, or the implementation is unknown.
   """
-  values, gates, level_keep = checks.arrays(
-    values=(values, "B T H E"),
-    gates=(gates, "B T H K"),
-    level_keep=(level_keep, "K | None", checks.BOOLEANS),
-  )
-  checks.choice("implementation", implementation, SHIFT_AND_SUM, or_none=True)
-  if document_starts is not None:
-    document_starts = check_starts(document_starts, values.shape[:2])
+  arrays.choice("implementation", implementation, SHIFT_AND_SUM, or_none=True)
   if 0 in (values.size, gates.shape[3]) or values.shape[1] == 1:
     return values
   levels = min(gates.shape[3], num_levels(values.shape[1]))
@@ -105,13 +102,16 @@ def shift_and_sum(
     level_keep = level_keep[:levels]
   values, gates = pvary_like((values, gates))
   run = _run_default if implementation is None else SHIFT_AND_SUM[implementation]
-  with checks.reverse_mode('implementation: expected "unrolled" or "loop"'):
+  with arrays.reverse_mode('implementation: expected "unrolled" or "loop"'):
     return run(values, gates, level_keep)
 
 
 @automatic_axes
-def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) -> jax.Array:
-  """The matrix of `shift_and_sum`, [B, H, T, T], a product of its levels.
+@typed
+def dispatch_matrix(
+  gates: Float[Array, "B T H K"], *, level_keep: Bool[Array, "K"] | None = None
+) -> Float[Array, "B H T T"]:
+  """The matrix of `shift_and_sum`, a product of its levels.
 
     M = (I + D_{K-1} S^(2^(K-1))) ... (I + D_1 S^2) (I + D_0 S)
 
@@ -121,14 +121,136 @@ def dispatch_matrix(gates: jax.Array, *, level_keep: jax.Array | None = None) ->
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
-  `gates` are [B, T, H, K]; the result is float32, or float64 for such gates. See `shift_and_sum`.
+  The result is float32, or float64 for such gates. See `shift_and_sum`.
   """
-  gates = checks.array("gates", gates, "B T H K")
   shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
   zeros_bths = jnp.zeros_like(gates, dtype, shape=shape)
   eye_bths = zeros_bths + jnp.eye(shape[1], dtype=dtype)[None, :, None, :]
   return jnp.moveaxis(shift_and_sum(eye_bths, gates, level_keep=level_keep), 1, 2)
+
+
+class ShiftAndSumCache(NamedTuple):
+  """The cache of `shift_and_sum_cached`: the inputs v_k of each level at the last tokens.
+
+  Attributes:
+    ring: float32 or float64: the last 2**k values v_k of level k begin at slot 2**k - 1; among
+      them, position t has slot t mod 2**k. At first zeros.
+    length: the number of tokens so far in each row.
+  """
+
+  ring: Float[Array, "B 2**K-1 H E"]
+  length: Int32[Array, "B"]
+
+
+def init_shift_and_sum_cache(
+  batch: int, num_heads: int, features: int, num_levels: int, dtype: DTypeLike = jnp.float32
+) -> ShiftAndSumCache:
+  """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, never more.
+
+  B rows, H heads of E features, K <= 30 levels; `dtype`, a float, is that of values and gates.
+  """
+  arrays.integers(batch=batch, num_heads=num_heads, features=features)
+  arrays.integer("num_levels", num_levels, 0, 30)
+  arrays.float_dtype(dtype)
+  ring = jnp.zeros((batch, 2**num_levels - 1, num_heads, features), dtype)
+  return ShiftAndSumCache(ring.astype(sum_dtype(ring)), jnp.zeros(batch, jnp.int32))
+
+
+@automatic_axes
+@typed
+def shift_and_sum_cached(
+  values: Float[Array, "B C H E"],
+  gates: Float[Array, "B C H K"],
+  cache: ShiftAndSumCache,
+  *,
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C H E"], ShiftAndSumCache]:
+  """`shift_and_sum` of a chunk that continues each row where its cache ended.
+
+    v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
+
+  with t the position in the row, of any length, for any division into chunks; v_k of
+  positions before the chunk comes from the cache. For one head of one feature and two levels whose
+  gates are 1, the row 1, 10, 100, 1000 in chunks of three tokens and one:
+
+    [1, 10, 100] -> [1, 11, 111], ring [100 | 110, 11],   length 3
+    [1000]       -> [1111],       ring [1000 | 110, 1100], length 4
+
+  A token takes O(H * E * K) work. A donated cache is updated in place.
+
+  Args:
+    values: v_0 of the chunk, C >= 1.
+    gates: see `shift_and_sum`.
+    cache: from `init_shift_and_sum_cache` or the previous call.
+    lengths: see `causal_attention_cached`.
+
+  Returns:
+    v_K, in the dtype of `values`, 0 at the padding, and the cache after the chunk.
+
+  Raises:
+    ValueError: shapes or dtypes do not match, or, unless traced, `lengths` are not in 0 .. C.
+  """
+  arrays.check_not_empty(values=values)
+  arrays.check_dtype(sum_dtype(values, gates), **{"cache.ring": cache.ring})
+  chunk, levels = values.shape[1], gates.shape[3]
+  v_bche, c_bchk = (jnp.asarray(x, cache.ring.dtype) for x in (values, gates))
+  real_bc11 = None
+  if lengths is not None:
+    lengths = check_lengths(lengths, chunk)
+    real_bc11 = is_real(lengths, chunk)[..., None, None]
+    v_bche, c_bchk = (jnp.where(real_bc11, x, 0) for x in (v_bche, c_bchk))
+  new_length = cache.length + (chunk if lengths is None else lengths)
+  if levels == 0:
+    return v_bche.astype(values.dtype), ShiftAndSumCache(cache.ring, new_length)
+
+  # Of level k a chunk reads and writes 2**k slots, or as many as it has tokens: all levels in
+  # one gather and one scatter, since each of them would copy the ring.
+  touched = [min(chunk, 2**k) for k in range(levels)]
+  token_m = np.concatenate([np.arange(size, dtype=np.int32) for size in touched])
+  # Both the first slot of a level and the bits of t mod 2**k.
+  ones_m = np.repeat(2 ** np.arange(levels, dtype=np.int32) - 1, touched)
+  slots_bm = ones_m[None] + ((cache.length[:, None] + token_m[None]) & ones_m[None])
+  read_bmhe = jax.vmap(_read)(cache.ring, slots_bm)
+  written = []
+  for k, past_bmhe in enumerate(jnp.split(read_bmhe, np.cumsum(touched)[:-1], axis=1)):
+    size, c_bche = 2**k, c_bchk[..., k, None]
+    if chunk <= size:
+      kept = v_bche if real_bc11 is None else jnp.where(real_bc11, v_bche, past_bmhe)
+      written.append(kept)
+      v_bche += c_bche * past_bmhe
+      continue
+    written.append(_newest(v_bche, past_bmhe, lengths))
+    first = v_bche[:, :size] + c_bche[:, :size] * past_bmhe
+    rest = v_bche[:, size:] + c_bche[:, size:] * v_bche[:, :-size]
+    # XLA would compute a concatenation again in each of the levels that follow.
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
+    v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
+
+  @jax.vmap
+  def write(ring, slots, new):
+    return ring.at[slots].set(new, mode="promise_in_bounds", unique_indices=True)
+
+  ring = write(cache.ring, slots_bm, jnp.concatenate(written, axis=1))
+  if real_bc11 is not None:
+    v_bche = jnp.where(real_bc11, v_bche, 0)  # Zero gates do not stop an inf.
+  return v_bche.astype(values.dtype), ShiftAndSumCache(ring, new_length)
+
+
+def _read(ring, slots):
+  return ring.at[slots].get(mode="promise_in_bounds")
+
+
+def _newest(v_bche, past_bmhe, lengths):
+  """The last M < C real values of past and chunk, each at its position modulo M."""
+  chunk, size = v_bche.shape[1], past_bmhe.shape[1]
+  if lengths is None:
+    return jnp.roll(v_bche[:, -size:], chunk % size, axis=1)
+  index_m = jnp.arange(size, dtype=jnp.int32)[None]
+  # The last real token of that index, negative if the chunk has none.
+  token_bm = index_m + ((lengths[:, None] - 1 - index_m) & -size)
+  newest_bmhe = jax.vmap(_read)(v_bche, jnp.maximum(token_bm, 0))
+  return jnp.where((token_bm >= 0)[..., None, None], newest_bmhe, past_bmhe)
 
 
 def _run_if(keep, level, v):
@@ -163,7 +285,7 @@ def _unrolled(values, gates, level_keep):
 
 
 def _each_row(run, *arrays):
-  """`run` of one row of each device at a time: what its levels write stays in a CPU's caches."""
+  """`run` of one row of each device at a time, so that its levels stay in a CPU's caches."""
   devices = num_devices()
   if is_symbolic(arrays[0]) or len(arrays[0]) % devices:
     devices = 1
@@ -217,8 +339,8 @@ def _pull_blocks(size, values, gates, grad, level_keep):
   dtype = sum_dtype(values, gates)
   c_bth = [gates[..., k].astype(dtype) for k in range(levels)]
 
-  def write(x, part, start):
-    return jnp.concatenate([x[:, :start], part, x[:, start + part.shape[1] :]], axis=1)
+  def write(x, rows, start):
+    return jnp.concatenate([x[:, :start], rows, x[:, start + rows.shape[1] :]], axis=1)
 
   def block(i, carry):
     dv_bthe, dc_bth = carry[0], list(carry[1])
@@ -271,27 +393,20 @@ def _recompute(values, gates, level_keep):
 _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
 
 
-def _pallas(values, gates, level_keep, platform=None):
-  from dpjax.ops import shift_and_sum_pallas as kernels
+def _pallas(values, gates, level_keep, interpret=None):
+  from dpjax.ops import shift_and_sum_gpu
 
-  return kernels.shift_and_sum(values, gates, level_keep, platform=platform)
+  return shift_and_sum_gpu.shift_and_sum(values, gates, level_keep, interpret=interpret)
 
 
 def _run_default(values, gates, level_keep):
-  # By results/ops.json on a CPU, results/ops_h200.json on a GPU, and on a TPU by the
-  # bytes that its compiler's programs move: results/compiled_ops.json.
+  # By results/ops.json on a CPU, and results/ops_h200.json on a GPU.
   runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
   is_manual = jax.sharding.get_abstract_mesh().manual_axes
-  if not (is_float64 or is_manual or is_symbolic(values)):
-    if has_triton():
-      runs["cuda"] = partial(_pallas, level_keep=level_keep, platform="gpu")
-    if has_libtpu():
-      from dpjax.ops import shift_and_sum_tpu as tpu
-
-      if tpu.suits(values, gates):
-        runs["tpu"] = partial(_pallas, level_keep=level_keep, platform="tpu")
+  if has_triton() and not (is_float64 or is_manual or is_symbolic(values)):
+    runs["cuda"] = partial(_pallas, level_keep=level_keep, interpret=False)
   return by_platform(runs, values, gates)
 
 

@@ -1,20 +1,24 @@
 """A causal convolution of a few taps, and its cache. B batch, T position, D feature, k taps."""
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
 
-from dpjax.ops import checks
-from dpjax.ops.documents import check_starts, document_places
-from dpjax.ops.explicit_axes import automatic_axes
-from dpjax.ops.lengths import check_lengths, is_real
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.documents import document_places, mask_padding
+from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
 
 @automatic_axes
+@typed
 def short_convolution(
-  inputs: jax.Array, taps: jax.Array, *, document_starts: jax.Array | None = None
-) -> jax.Array:
+  inputs: Float[Array, "B T D"],
+  taps: Float[Array, "k D"],
+  *,
+  document_starts: Starts[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
   """Adds to each input the ones before it, times the taps.
 
     y[b, t] = sum over j < k of taps[j] inputs[b, t - j]
@@ -22,68 +26,59 @@ def short_convolution(
   with zeros before the row. For the taps 2, 3 the inputs 1, 10, 100 become 2, 23, 230. It costs
   O(T k D); `causal_convolution` is for as many taps as positions.
 
-  Args:
-    inputs: [B, T, D], floats.
-    taps: [k, D], floats.
-    document_starts: [B, T], 1 at the first token of each document, else 0: zeros stand before each
-      document. None means that each row is one document.
-
-  Returns:
-    [B, T, D], in the dtype of `inputs`; sums are in float32, or in float64 for such arrays.
+  With `document_starts`, 1 at the first token of each document, else 0, zeros stand before each
+  document. Sums are in float32, or in float64 for such arrays; the result has the dtype of
+  `inputs`.
 
   Raises:
     ValueError: shapes or dtypes do not match.
   """
-  inputs, taps = checks.arrays(inputs=(inputs, "B T D"), taps=(taps, "k>=1 D"))
   length, dtype = inputs.shape[1], sum_dtype(inputs, taps)
-  place_bt = None
-  if document_starts is not None:
-    place_bt = document_places(check_starts(document_starts, inputs.shape[:2]))
+  position_bt = None if document_starts is None else document_places(document_starts)
   x_btd, y_btd = inputs.astype(dtype), jnp.zeros(inputs.shape, dtype)
   for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
     past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]
-    if place_bt is not None:
-      past_btd = jnp.where((place_bt >= lag)[..., None], past_btd, 0)
+    if position_bt is not None:
+      past_btd = jnp.where((position_bt >= lag)[..., None], past_btd, 0)
     y_btd += past_btd * tap_d[None, None]
   return y_btd.astype(inputs.dtype)
 
 
 def init_short_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-  """The last k - 1 inputs before the first token, [B, k - 1, D] zeros of a float dtype."""
-  checks.integers(batch=batch, num_taps=num_taps, width=width)
-  checks.float_dtype(dtype)
+) -> Float[Array, "B k-1 D"]:
+  """The last k - 1 inputs before the first token, zeros of a float dtype."""
+  arrays.integers(batch=batch, num_taps=num_taps, width=width)
+  arrays.float_dtype(dtype)
   return jnp.zeros((batch, num_taps - 1, width), dtype)
 
 
 @automatic_axes
+@typed
 def short_convolution_cached(
-  inputs: jax.Array, taps: jax.Array, cache: jax.Array, *, lengths: ArrayLike | None = None
-) -> tuple[jax.Array, jax.Array]:
+  inputs: Float[Array, "B C D"],
+  taps: Float[Array, "k D"],
+  cache: Float[Array, "B k-1 D"],
+  *,
+  lengths: Integer[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B C D"], Float[Array, "B k-1 D"]]:
   """Continues every row of a short convolution: the outputs are those of whole rows.
 
   Args:
-    inputs: [B, C, D], floats.
-    taps: [k, D], floats, the same in every call.
-    cache: [B, k - 1, D], the inputs before the chunk, the last one last.
-    lengths: [B], see `causal_attention_cached`; outputs of the padding are meaningless.
+    inputs: a chunk, C at least 1.
+    taps: the same in every call.
+    cache: the inputs before the chunk, the last one last.
+    lengths: see `causal_attention_cached`; outputs of the padding are meaningless.
 
   Returns:
-    [B, C, D], and the cache after the chunk.
+    The outputs, in the dtype of `inputs`, and the cache after the chunk.
 
   Raises:
     ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
-  sizes: dict[str, int] = {}
-  inputs, taps = checks.arrays(sizes, inputs=(inputs, "B>=1 C>=1 D"), taps=(taps, "k>=1 D"))
-  chunk, num_past = sizes["C"], sizes["k"] - 1
-  cache = checks.array("cache", cache, "B P D", B=sizes["B"], P=num_past, D=sizes["D"])
-  if lengths is None:
-    lengths_b = jnp.full(inputs.shape[0], chunk, jnp.int32)
-  else:
-    lengths_b = check_lengths(lengths, inputs.shape[0], chunk)
-    inputs = jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0)
+  arrays.check_not_empty(inputs=inputs)
+  inputs, lengths_b = mask_padding(inputs, lengths)
+  num_past = len(taps) - 1
   joined_bnd = jnp.concatenate([cache.astype(inputs.dtype), inputs], axis=1)
   y_bcd = short_convolution(joined_bnd, taps)[:, num_past:]
   last_bp = lengths_b[:, None] + jnp.arange(num_past, dtype=jnp.int32)[None]

@@ -1,19 +1,18 @@
-"""The card of an exported model: scores, how to load it, and its equations as NumPy code.
+"""The card of an exported model: scores, and how to load it.
 
 It begins with the metadata by which the Hugging Face Hub finds models.
 """
 
-import inspect
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dpjax import __version__, files
 from dpjax import config as config_lib
-from dpjax.data import mixture
-from dpjax.data.sources import hub
+from dpjax.data import mixture, remote
 from dpjax.run import numpy_model
 
 _CARD = """# {name}
@@ -29,149 +28,76 @@ on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tok
 ```python
 import dpjax
 
-run = dpjax.load("{place}")
+run = dpjax.load("{address}")
 run.generate("...", length=100)
 run.score("a text")
 ```
 
-`model.safetensors` holds the parameters in {dtype}, `config.json` all settings.
+`model.safetensors` has the parameters in {dtype}, `config.json` all settings, `data` the tokenizer.
+{numpy}
 """
-_DESCRIPTION = """
-## The model
+_NUMPY = """
+`numpy_model.py` is the whole model in NumPy, and needs nothing else:
 
-{model}
-| array | shape |
-|---|---|
-{rows}
-"""
-_MODEL = """At most {max_length:,} tokens at once. Row t of the logits is for token t + 1; the token
-{start_id} stands before a text. A matrix is [in, out], and heads lie side by side among the
-features. Arrays of a stack of layers have the layers as their first axis. This is the whole model
-in NumPy, without dropout{computes}; branches for other settings may call what is not here:
-
-```python
-{code}
-```
-
-In PyTorch, `safetensors.torch.load_file` reads the arrays.
-"""
-_IMPORTS = "import numpy as np\nfrom safetensors.numpy import load_file"
-_LOADING = """arrays = load_file("model.safetensors")
-arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
-model = json.load(open("config.json"))["model"]"""
-_LOGITS = """def logits(tokens):  # [T] -> [T, V]
-  return forward(tokens, arrays, model)"""
+```sh
+python numpy_model.py . {run.tokenizer.start_id}  # the ids and probabilities of likely next tokens
+```"""
+_FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
 
 
-def _components(model: Mapping) -> set[str]:
+def _components(model: Any) -> set[str]:
   mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
-  kinds = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
-  return (mixers | kinds) - {"none"}
+  boundaries = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
+  return (mixers | boundaries) - {"none"}
 
 
-def numpy_code(model: Mapping, frozen: Mapping | None = None, dtype: str = "float32") -> str:
-  """A program with a function `logits`, [T] -> [T, V], that computes an exported model."""
-  models = [model, frozen] if frozen else [model]
-  names = sorted({name for each in models for name in _components(each)})
-  table = {name: numpy_model.FUNCTIONS[name].__name__ for name in names}
-  known = {name: x for name, x in vars(numpy_model).items() if inspect.isfunction(x)}
-  if not any(config_lib.is_pooled(each) for each in models):
-    del known["hourglass"]  # `forward` never comes to its call
-  sources, wanted = {}, {"forward", *table.values()}
-  while wanted:
-    name = wanted.pop()
-    sources[name] = inspect.getsource(known[name]).strip()
-    wanted |= {*re.findall(r"(\w+)\(", sources[name])} & {*known} - {*sources}
-  parts = [sources[name] for name in known if name in sources]
-  functions = ", ".join(f'"{name}": {function}' for name, function in table.items())
-  settings = f"FUNCTIONS = {{{functions}}}\n{_LOADING}"
-  if "space_ids" in model["boundaries"]:  # filled in by the tokenizer
-    settings += '\nmodel["boundaries"] = json.load(open("boundaries.json"))'
-  if frozen:
-    settings += '\nmodel["boundaries"]["frozen"] = json.load(open("frozen.json"))'
-  bfloat16 = "import ml_dtypes  # lets NumPy read bfloat16\n" * (dtype == "bfloat16")
-  imports = f"import json\nimport math\n\n{bfloat16}{_IMPORTS}"
-  return "\n\n\n".join([imports, *parts, settings, _LOGITS])
+def foreign_components(run: Any, is_built: bool) -> list[str]:
+  """What `dpjax.run.numpy_model` lacks; a model is built if its settings describe it."""
+  if not is_built:
+    return ["its class"]
+  return sorted(_components(run.config.model) - {*numpy_model.FUNCTIONS})
 
 
-def describe(
-  model: Mapping | None,
-  shapes: Mapping[str, tuple[int, ...]],
-  *,
-  frozen: Mapping | None = None,
-  start_id: int = 0,
-  dtype: str = "float32",
-) -> str:
-  """A model's code and arrays; None: made in Python; `frozen`: the model of its boundaries."""
-  rows = "\n".join(f"| `{name}` | {', '.join(map(str, x))} |" for name, x in sorted(shapes.items()))
-  names = ["its class"] if model is None else sorted(_components(model) - {*numpy_model.FUNCTIONS})
-  if names or model is None:
-    about = f"Its code is its author's own, and no part of this folder: {', '.join(names)}.\n"
-  else:
-    computes = "" if model["dtype"] == "float32" else f", up to rounding to {model['dtype']}"
-    if model["boundaries"].get("sample"):
-      computes += ", with rounded boundaries where dpjax draws them"
-    given = dict(max_length=model["max_length"], start_id=start_id, computes=computes)
-    about = _MODEL.format(code=numpy_code(model, frozen, dtype), **given)
-  return _DESCRIPTION.format(model=about, rows=rows)
-
-
-def write(
-  run: Any,
-  place: str,
-  shapes: Mapping,
-  *,
-  license: str = "",
-  is_built: bool = True,
-  **description: Any,
-) -> str:
+def write(run: Any, address: str, dtype: str, *, foreign: list[str], license: str = "") -> str:
   """The card of a run, in Markdown.
 
   Args:
     run: a `Run`.
-    place: where to load it from: a folder, or hf://OWNER/NAME.
-    shapes: those of the parameters, by name.
+    address: where to load it from: a folder, or hf://OWNER/NAME.
+    dtype: of the parameters.
+    foreign: `foreign_components`.
     license: the Hub's name of the model's licence; "": none is stated.
-    is_built: whether the model is that of the settings.
-    **description: see `describe`.
   """
-  name, scores = place.rpartition("/")[2], [*_scores(run)]
-  rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]
-  head = _CARD.format(
-    name=name,
-    place=place,
-    run=run,
-    size=sum(math.prod(shape) for shape in shapes.values()),
-    version=__version__,
-    scores="\n".join(rows) or "| - | not scored | |",
-    dtype=description["dtype"],
-  )
-  model, start_id = run.config.model if is_built else None, run.tokenizer.start_id
-  about = describe(model, shapes, start_id=start_id, **description)
-  return _metadata(run, name, license, scores) + head + about
-
-
-def _metadata(run: Any, name: str, license: str, scores: Sequence) -> str:
-  """The YAML at the beginning of a card at the Hub."""
   from huggingface_hub import EvalResult, ModelCardData
 
+  name, scores = address.rpartition("/")[2], [*_scores(run)]
+  rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]
+  text = _CARD.format(
+    name=name,
+    address=address,
+    run=run,
+    size=sum(x.size for x in jax.tree.leaves(run.params)),
+    version=__version__,
+    scores="\n".join(rows) or "| - | not scored | |",
+    dtype=dtype,
+    numpy=_FOREIGN.format(names=", ".join(foreign)) if foreign else _NUMPY.format(run=run),
+  )
   data, task = run.config.data, "text-generation"
   names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
-  datasets = [hub.parse(name)[0] for name in names if name.startswith(hub.PREFIX)]
+  datasets = [remote.parse_hub(name)[0] for name in names if name.startswith("hf:")]
   corpus = datasets[0] if len(names) == 1 and datasets else run.data.name, run.data.name
   results = [EvalResult(task, *corpus, x, value, dataset_split=y) for y, x, value in scores]
-  about = ModelCardData(
+  metadata = ModelCardData(
     library_name="dpjax",
     pipeline_tag=task,
     tags=["jax", "flax", *sorted(_components(run.config.model))],
     license=license or None,
-    language=data.language or None,
     datasets=datasets or None,
     metrics=[*dict.fromkeys(score for _, score, _ in scores)] or None,
     model_name=name,
     eval_results=results or None,
   )
-  return f"---\n{about.to_yaml()}\n---\n\n"
+  return f"---\n{metadata.to_yaml()}\n---\n\n{text}"
 
 
 def _scores(run: Any) -> Iterator[tuple[str, str, float]]:

@@ -5,7 +5,8 @@
   boundaries.json       the settings of boundaries that know tokens by their ids, with these
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
-  README.md             a model card: scores, how to load the model, its equations in NumPy
+  README.md             a model card: scores, and how to load the model
+  numpy_model.py        the model in NumPy alone
 
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
@@ -25,16 +26,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from dpjax import files, hub
-from dpjax.config import reading
+from dpjax.config import loading
 from dpjax.data.tokens import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
-from dpjax.run import card
+from dpjax.run import card, numpy_model
 from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
 DTYPES = ("float32", "bfloat16")
-_PARTIAL, _MOVES = ".partial", "moves"  # an unfinished folder, and its file once it is moved
+_FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,8 @@ def save(
   private: bool = False,
 ) -> None:
   """Writes a run into a new or empty folder, or commits it to a model, completely or not at all.
+
+  A process that is killed may leave a part in a folder that was there, without model.safetensors.
 
   Args:
     run: a `Run`.
@@ -65,56 +68,56 @@ def save(
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
   if not dtype:
-    keeps = [
-      bool((x.astype("bfloat16").astype(x.dtype) == x).all()) for x in jax.tree.leaves(run.params)
-    ]
-    dtype = "bfloat16" if all(keeps) else "float32"
+    leaves = jax.tree.leaves(run.params)
+    is_exact = all((x.astype("bfloat16").astype(x.dtype) == x).all() for x in leaves)
+    dtype = "bfloat16" if is_exact else "float32"
   if hub.is_address(folder):
     address, (repository, _) = str(folder), hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
       _write(run, Path(scratch), f"{hub.PREFIX}{repository}", dtype, license)
-      hub.upload(Path(scratch), address, workdir_lib.EXPORTED, private=private)
+      hub.upload(Path(scratch), address, _FILES, private=private)
     return
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
   inside = folder / folder.name
-  for left in (*files.left_beside(folder), *files.left_beside(inside)):
-    _remove(left.with_suffix(_PARTIAL), folder)
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):  # by killed processes
+    shutil.rmtree(left.with_suffix(".partial"), ignore_errors=True)
+  if folder.is_dir() and _is_unfinished(folder):
+    for name in {Path(x).parts[0] for x in _FILES}:
+      path = folder / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
-  is_there = folder.exists()
+  exists = folder.exists()
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.temporary(inside if is_there else folder) as lock:
-      partial = Path(lock.name).with_suffix(_PARTIAL)
+    with files.temporary(inside if exists else folder) as lock:
+      partial = Path(lock.name).with_suffix(".partial")
       try:
         partial.mkdir()
         _write(run, partial, folder.name, dtype, license)
-        if is_there:
-          paths = sorted(partial.iterdir(), key=lambda path: path.name == workdir_lib.PARAMETERS)
-          (partial / _MOVES).touch()
-          for path in paths:
-            os.replace(path, folder / path.name)
-        else:
+        if not exists:
           os.replace(partial, folder)
+        else:
+          # config.json first and the parameters last, see `_is_unfinished`.
+          order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
+          for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
+            os.replace(path, folder / path.name)
       finally:
-        _remove(partial, folder)
+        shutil.rmtree(partial, ignore_errors=True)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
 
 
-def _remove(partial: Path, folder: Path) -> None:
-  """Removes what was not finished, and what of it was moved into a folder that had been empty."""
-  if (partial / _MOVES).exists() and not workdir_lib.is_exported(folder):
-    for path in (folder / name for name in {Path(x).parts[0] for x in workdir_lib.EXPORTED}):
-      if not (partial / path.name).exists():
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-  shutil.rmtree(partial, ignore_errors=True)
+def _is_unfinished(folder: Path) -> bool:
+  """Whether a process was killed while it moved an export into the folder."""
+  settings = files.read_json(folder / "config.json")
+  return loading.CHECKSUMS in settings and not workdir_lib.is_exported(folder)
 
 
-def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None:
+def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())
@@ -127,18 +130,18 @@ def _write(run: Any, folder: Path, place: str, dtype: str, license: str) -> None
   save_file(flat, path, {"step": str(run.step)})
   # A model that was made in Python may differ in anything, and its settings do not say it.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
-  shapes = {name: x.shape for name, x in flat.items()}
-  is_built = repr(run.model) == repr(built)
-  about: Any = dict(is_built=is_built, frozen=frozen, dtype=dtype)
-  text = card.write(run, place, shapes, license=license, **about)
+  foreign = card.foreign_components(run, repr(run.model) == repr(built))
+  text = card.write(run, address, dtype, foreign=foreign, license=license)
   (folder / "README.md").write_text(text, encoding="utf-8")
+  if not foreign:
+    shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
   # safetensors makes its file readable for the owner alone.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = workdir_lib.read_config(run.workdir).to_dict()
-  written = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
-  sums = {name: files.checksum(folder / name) for name in written}
-  sums["config.json"] = reading.digest(settings)
-  files.write_json(folder / "config.json", {**settings, reading.CHECKSUMS: sums})
+  names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
+  sums = {name: files.checksum(folder / name) for name in names}
+  sums["config.json"] = loading.digest(settings)
+  files.write_json(folder / "config.json", {**settings, loading.CHECKSUMS: sums})
 
 
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
@@ -149,26 +152,25 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
-  if not path.is_file():  # A pipe would never end.
-    raise UserError(f"{path}: expected a file of safetensors, got a folder, a device or a pipe")
+  files.check_plain(path)  # A pipe would never end.
   if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
     _log.warning("%s: an export without checksums: damage would not be noticed", folder)
   try:
     with safe_open(path, "flax") as file:
-      found = {}
+      arrays = {}
       for name in file.keys():
-        part = file.get_slice(name)
-        found[name] = tuple(part.get_shape())
-        if part.get_dtype() not in ("F32", "BF16"):
-          wanted = f"expected arrays of {' or '.join(DTYPES)}"
-          raise UserError(f"{path}: {wanted}, got {name} of {part.get_dtype()}")
-      at = int((file.metadata() or {}).get("step", 0))
-      if at < 0:
-        raise ValueError(f"step {at}")
-      if step not in (None, at):
-        raise UserError(f"step: expected None or {at} of an exported run, got {step}")
+        array = file.get_slice(name)
+        arrays[name] = tuple(array.get_shape())
+        if array.get_dtype() not in ("F32", "BF16"):
+          dtypes = f"expected arrays of {' or '.join(DTYPES)}"
+          raise UserError(f"{path}: {dtypes}, got {name} of {array.get_dtype()}")
+      saved_step = int((file.metadata() or {}).get("step", 0))
+      if saved_step < 0:
+        raise ValueError(f"step {saved_step}")
+      if step not in (None, saved_step):
+        raise UserError(f"step: expected None or {saved_step} of an exported run, got {step}")
       message = f"{path}: expected parameters of this model, got others"
-      checkpoints.check_arrays(found, {name: x.shape for name, x in expected.items()}, message)
+      checkpoints.check_arrays(arrays, {name: x.shape for name, x in expected.items()}, message)
       params = {}
       for name, x in expected.items():  # Through the host, which holds one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
@@ -176,5 +178,5 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   except UserError:
     raise
   except (OSError, SafetensorError, ValueError) as error:
-    raise UserError(f"{path}: expected a whole file of safetensors, got {error}") from error
-  return unflatten_dict(params, sep="."), at
+    raise UserError(f"{path}: expected a complete file of safetensors, got {error}") from error
+  return unflatten_dict(params, sep="."), saved_step

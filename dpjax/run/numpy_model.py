@@ -1,11 +1,50 @@
-"""An exported model in NumPy. Its card shows the functions that its settings need.
+"""An exported model in NumPy alone, without dropout. An export has a copy beside its arrays.
 
-`p` holds arrays by their names in model.safetensors, `model` the settings `config.model`.
+  python numpy_model.py FOLDER 5 17 3       prints the tokens that are likely to follow these
+
+  logits = load("FOLDER")                   from Python
+  logits([5, 17, 3])                        [T] -> [T, V]; row t is for token t + 1
+
+Tokens are ids of the vocabulary in data/tokenizer.json, at most `max_length` of config.json.
+In the functions below, `p` has arrays by their names in model.safetensors, and `model` the
+settings `config.model`. A matrix is [in, out]; heads lie side by side among the features; arrays
+of a stack of layers have the layers as their first axis. A model in bfloat16 agrees up to rounding,
+and boundaries that dpjax samples are those of probability above one half.
 """
 
+import json
 import math
+import pathlib
+import sys
 
 import numpy as np
+
+
+def read_arrays(path):  # a file of safetensors: the size of its header, the header, the arrays
+  with open(path, "rb") as file:
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    content = file.read()
+  header.pop("__metadata__", None)
+  arrays = {}
+  for name, about in header.items():
+    bits = content[slice(*about["data_offsets"])]
+    if about["dtype"] == "BF16":  # the upper half of a float32
+      x = (np.frombuffer(bits, "<u2").astype("<u4") << 16).view("<f4")
+    else:
+      x = np.frombuffer(bits, "<f4")
+    arrays[name] = x.reshape(about["shape"])
+  return arrays
+
+
+def load(folder):
+  folder = pathlib.Path(folder)
+  read = lambda name: json.loads((folder / name).read_text(encoding="utf-8"))
+  model, arrays = read("config.json")["model"], read_arrays(folder / "model.safetensors")
+  if (folder / "boundaries.json").exists():  # of settings that the tokenizer filled in
+    model["boundaries"] = read("boundaries.json")
+  if (folder / "frozen.json").exists():
+    model["boundaries"]["frozen"] = read("frozen.json")
+  return lambda tokens: forward(tokens, arrays, model)
 
 
 def part(p, name):  # the arrays with this first part of their names
@@ -21,7 +60,7 @@ def shift(x, n):  # x[t - n], and 0 before the first
 
 
 def norm(p, x, model):  # scale and bias [D]
-  if model["norm_kind"] == "layer_norm":
+  if model["norm_type"] == "layer_norm":
     x = x - x.mean(-1, keepdims=True)
   scale = p["scale"] / np.sqrt((x**2).mean(-1, keepdims=True) + model["norm_epsilon"])
   return scale * x + p.get("bias", 0)
@@ -70,6 +109,22 @@ def short_convolution(p, x, mixer):
   return linear(part(p, "out"), c * y)
 
 
+def mamba2(p, x, mixer):
+  inner, heads = mixer["expand"] * x.shape[1], len(p["a_log"])
+  z, u, dt = np.split(linear(part(p, "in"), x), [inner, -heads], -1)
+  u = sum(shift(u, j) * tap for j, tap in enumerate(p["taps"][: len(x)])) + p["taps_bias"]
+  v, b, c = np.split(u / (1 + np.exp(-u)), [inner, -mixer["state_width"]], -1)
+  v, dt = v.reshape(len(x), heads, -1), np.logaddexp(0, dt + p["dt_bias"])
+  keep = np.exp(-dt * np.exp(p["a_log"]))
+  s, y = np.zeros((*v.shape[1:], mixer["state_width"]), np.float32), []
+  for t in range(len(x)):  # the state [H, P, N]
+    s = keep[t, :, None, None] * s + (dt[t, :, None] * v[t])[..., None] * b[t]
+    y.append(s @ c[t] + p["skip"][:, None] * v[t])
+  g = np.reshape(y, z.shape) * z / (1 + np.exp(-z))
+  g = g / np.sqrt((g**2).mean(-1, keepdims=True) + 1e-5) * p["gain"]
+  return linear(part(p, "out"), g.astype(np.float32))
+
+
 def rotate(x, base):  # [T, H, E]; the pairs are (i, i + E / 2)
   angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
   cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -116,83 +171,84 @@ def in_turn(p, mixers):  # the arrays and the mixer of each layer
 
 def layers(p, x, model, mixer, positions):  # positions: arrays that relative attention shares
   mixers = mixer or model["mixer"]
-  for arrays, own in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
+  for arrays, section in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
     for name in ("mixer", "feed_forward"):
       q, of_norm = part(arrays, name), part(arrays, name + "_norm")
-      y = norm(of_norm, x, model) if model["norm"] == "pre" else x
+      y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
       if name == "mixer":
-        y = FUNCTIONS[own["name"]]({**q, **positions}, y, own)
+        y = FUNCTIONS[section["name"]]({**q, **positions}, y, section)
       else:
         y = feed_forward(q, y, model["activation"])
-      x = x + y if model["norm"] == "pre" else norm(of_norm, x + y, model)
+      x = x + y if model["norm_position"] == "pre" else norm(of_norm, x + y, model)
   return x
 
 
-def fixed(p, x, tokens, kind):  # [T] where segments end
-  last = kind["shortening_factor"] - 1 if kind["offset"] is None else kind["offset"]
-  return np.arange(len(x)) % kind["shortening_factor"] == last
+def fixed(p, x, tokens, boundaries):  # [T] where segments end
+  factor, offset = boundaries["shortening_factor"], boundaries["offset"]
+  return np.arange(len(x)) % factor == (factor - 1 if offset is None else offset)
 
 
-def by_token(p, x, tokens, kind):  # [T] where segments end
-  ends = np.isin(tokens, kind["space_ids"])
-  if kind["name"] == "spacebyte":
-    ends = ends & ~shift(np.isin(tokens, kind["end_ids"]), 1)
+def by_token(p, x, tokens, boundaries):  # [T] where segments end
+  ends = np.isin(tokens, boundaries["space_ids"])
+  if boundaries["name"] == "spacebyte":
+    ends = ends & ~shift(np.isin(tokens, boundaries["end_ids"]), 1)
   return ends
 
 
-def predicted(p, x, tokens, kind):  # [T] where segments end, by a network of its own
+def predicted(p, x, tokens, boundaries):  # [T] where segments end, by a small network
   return feed_forward(p, x, "gelu")[:, 0] > 0
 
 
-def by_entropy(p, x, tokens, kind):  # [T] where segments end, by a small model's prediction
-  z = forward(tokens, part(p, "frozen"), kind["frozen"])
+def by_entropy(p, x, tokens, boundaries):  # [T] where segments end, by a small model
+  z = forward(tokens, part(p, "frozen"), boundaries["frozen"])
   z = z - z.max(-1, keepdims=True)
   z = z - np.log(np.exp(z).sum(-1, keepdims=True))
   entropy = -(np.exp(z) * z).sum(-1)  # nats
   rise = np.diff(entropy, prepend=-np.inf)
-  if kind["rule"] == "combined":
-    ends = (entropy > kind["theta"]) & (rise > kind["theta_add"])
+  if boundaries["rule"] == "combined":
+    ends = (entropy > boundaries["theta"]) & (rise > boundaries["theta_add"])
     for t in range(1, len(ends)):
       ends[t] &= not ends[t - 1]
     return ends
-  return entropy > kind["theta"] if kind["rule"] == "global" else rise > kind["theta"]
+  return (entropy if boundaries["rule"] == "global" else rise) > boundaries["theta"]
 
 
-def routing(p, x, tokens, kind):  # [T] the probabilities that segments end: query and key [D, D]
+def routing(p, x, tokens, boundaries):  # [T] the probabilities that segments end
+  # query and key are [D, D]
   unit = lambda x: x / np.sqrt(np.maximum((x**2).sum(-1, keepdims=True), 1e-24))
   cosine = (unit(x[:-1] @ p["query"]) * unit(x[1:] @ p["key"])).sum(-1)
   return np.append(np.float32(1), np.clip((1 - cosine) / 2, 0, 1))
 
 
 def hourglass(p, x, tokens, model):
-  kind, shared = model["boundaries"], part(p, "relative_positions")
+  boundaries, shared = model["boundaries"], part(p, "relative_positions")
+  is_routing, middle = boundaries["name"] == "routing", model["middle"]
   x = layers(part(p, "first"), x, model, model["first"]["mixer"], shared)
-  chance = FUNCTIONS[kind["name"]](part(p, "boundary_predictor"), x, tokens, kind)
+  predictor = part(p, "boundary_predictor")
+  chance = FUNCTIONS[boundaries["name"]](predictor, x, tokens, boundaries)
   ends = chance > 0.5
   s = x[ends]  # segments
-  if kind["name"] != "routing" and kind.get("pooling", "mean") == "mean":
+  if not is_routing and boundaries.get("pooling", "mean") == "mean":
     s = [x[np.cumsum(ends) - ends == m].mean(0) for m in range(ends.sum())]
     s = np.reshape(s, (-1, x.shape[1]))
-  if model["middle"] is not None:
-    s = s @ p["middle_in"] if "middle_in" in p else s
-  if kind["name"] != "routing":
+  if "middle_in" in p:
+    s = s @ p["middle_in"]
+  if not is_routing:
     s = norm(part(p, "middle_norm"), np.concatenate([p["null_group"][None], s]), model)
-  if model["middle"] is None:
-    s = layers(part(p, "middle"), s, model, None, shared)
+  if middle is not None and middle["boundaries"]["name"] != "none":
+    settings = {key: x for key, x in middle.items() if x or x is None}
+    s = hourglass(part(p, "middle"), s, None, {**model, **settings})
   else:
-    if model["middle"]["boundaries"]["name"] == "none":
-      shared_within = part(p, "middle_positions") if "middle_in" in p else shared
-      s = layers(part(p, "middle"), s, model, None, shared_within)
-    else:
-      own = {key: x for key, x in model["middle"].items() if x or x is None}
-      s = hourglass(part(p, "middle"), s, None, {**model, **own})
-    s = s @ p["middle_out"] if "middle_out" in p else s
-  if kind["name"] == "routing":
+    inner = part(p, "middle_positions") if "middle_in" in p else shared
+    s = layers(part(p, "middle"), s, model, None, inner)
+  if "middle_out" in p:
+    s = s @ p["middle_out"]
+  if is_routing:
     q = np.clip(chance[ends], 1e-4, 1 - 1e-4)[:, None]
     s[0] = q[0] * s[0]
     for m in range(1, len(s)):
       s[m] = q[m] * s[m] + (1 - q[m]) * s[m - 1]
-    x = s[np.cumsum(ends) - 1] + linear(part(p, "boundary_predictor.residual"), x)
+    x = s[np.cumsum(ends) - 1] + linear(part(predictor, "residual"), x)
   else:
     x = x + s[np.cumsum(ends)]  # the last segment that has ended
   return layers(part(p, "last"), x, model, model["last"]["mixer"], shared)
@@ -210,7 +266,7 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = layers(part(p, "layers"), x, model, None, part(p, "relative_positions"))
   else:
     x = hourglass(part(p, "hourglass"), x, tokens, model)
-  if model["norm"] == "pre":
+  if model["norm_position"] == "pre":
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T
@@ -221,6 +277,7 @@ FUNCTIONS = {
   **dict.fromkeys(("dispatcher", "dispatcher_multihead"), dispatcher),
   **dict.fromkeys(("attention", "relative_attention", "local_attention"), attention),
   "short_convolution": short_convolution,
+  "mamba2": mamba2,
   **dict.fromkeys(("she", "he", "we", "me"), extractor),
   **dict.fromkeys(("whitespace", "spacebyte"), by_token),
   **dict.fromkeys(("unigram", "entropy", "gumbel", "flexitokens"), predicted),
@@ -228,3 +285,14 @@ FUNCTIONS = {
   "entropy_threshold": by_entropy,
   "routing": routing,
 }
+
+
+def main(folder, *tokens):
+  z = load(folder)([int(token) for token in tokens])[-1]
+  chances = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+  for token in np.argsort(-z)[:10]:
+    print(f"{token:8}  {chances[token]:.4f}")
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

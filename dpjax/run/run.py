@@ -13,15 +13,14 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
-from dpjax.config import sections
-from dpjax.data.encoding import count_text
-from dpjax.data.tokens import Tokens
+from dpjax.config import schema
+from dpjax.config.registry import ConfigDict
+from dpjax.data.tokens import Tokens, count_text
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
-from dpjax.registry import ConfigDict
 from dpjax.run import export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
@@ -62,8 +61,9 @@ class Run:
   @property
   def name(self) -> str:
     """The name of the mixer or mixers, or of the class of a model made in Python."""
-    is_own = not isinstance(self.model, LanguageModel)
-    return type(self.model).__name__ if is_own else config_lib.mixer_names(self.config.model.mixer)
+    if isinstance(self.model, LanguageModel):
+      return config_lib.mixer_names(self.config.model.mixer)
+    return type(self.model).__name__
 
   @property
   def window(self) -> int:
@@ -113,7 +113,7 @@ class Run:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated" scores each document alone, after a start token; "joined" one text;
+      documents: "isolated" scores each document by itself, after a start token; "joined" one text;
         "": `config.data.documents`.
       progress: whether to show a progress bar.
       folder: where to write the scores, too, as JSON; None: nowhere.
@@ -124,14 +124,16 @@ class Run:
     documents = documents or self.config.data.documents
     config_lib.check_choice("data.documents", documents)
     data = self._data_with(split, documents)
-    if folder is not None and jax.process_index() == 0:
-      files.check_writable(Path(folder))  # before the work of hours
-    size: Any = dict(window=window, stride=stride, progress=progress)
-    scores = self._score_split(self.params, split, data, documents, **size)
-    if folder is not None and jax.process_index() == 0:
-      used = window, stride = self._scorer.sizes(window, stride)
+    is_first = jax.process_index() == 0
+    if folder is not None and is_first:
+      files.check_writable(Path(folder))  # before hours of scoring
+    scores = self._score_split(
+      self.params, split, data, documents, window=window, stride=stride, progress=progress
+    )
+    if folder is not None and is_first:
+      window, stride = self._scorer.sizes(window, stride)
       name = f"scores_{split}_{self.step}"
-      if used != self._scorer.sizes():
+      if (window, stride) != self._scorer.sizes():
         name += f"_window{window}_stride{stride}"
       if documents != self.config.data.documents:
         name += f"_{documents}"
@@ -141,7 +143,7 @@ class Run:
       try:
         files.write_json(Path(folder, f"{name}.json"), content)
       except OSError:
-        print(table(scores), flush=True)  # They may be the work of hours.
+        print(table(scores), flush=True)  # They may have taken hours.
         raise
     return scores
 
@@ -155,8 +157,8 @@ class Run:
 
   def _data_with(self, split: str, documents: str) -> Tokens:
     if self.data is None or split not in self.data.splits:
-      known = ", ".join(self.data.splits) if self.data else "none"
-      raise UserError(f"split: expected one of {known}, got {split}")
+      names = ", ".join(self.data.splits) if self.data else "none"
+      raise UserError(f"split: expected one of {names}, got {split}")
     if documents == "isolated" and self.data.documents is None:
       return tokens_lib.with_documents(self.config, self.data)
     if self.workdir is None or self.data.has_tokens:
@@ -220,8 +222,8 @@ class Run:
       mutable=["intermediates"],
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-    names = [type(mixer).__name__ for mixer in stack.make_mixers()]
-    blocks, matrices = [make(parent=None) for make in stack.make_blocks], []
+    names = [type(mixer).__name__ for mixer in stack.mixers]
+    blocks, matrices = stack.blocks, []
     for i, layer in enumerate(stack.unstack(self.params["layers"]).values()):
       block = blocks[i % len(blocks)]
       x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
@@ -263,18 +265,21 @@ class Run:
     return make_scorer(self.config, self.model, self.tokenizer)
 
   def _validate(self, params) -> dict[str, float]:
-    most = self.config.eval.max_tokens
-    return self._score_split(params, "valid", self.data, max_tokens=most)
+    documents, max_tokens = self.config.data.documents, self.config.eval.max_tokens
+    return self._score_split(params, "valid", self.data, documents, max_tokens=max_tokens)
 
-  def _score_split(self, params, split: str, data: Any, documents: str = "", **size):
-    is_isolated = (documents or self.config.data.documents) == "isolated"
-    size["documents"] = data.documents[split] if is_isolated else None
-    boundaries = None if data.boundaries is None else data.boundaries[split]
-    tokens, counts = data.splits[split], data.counts[split]
-    return self._scorer.score(params, tokens, counts, boundaries=boundaries, **size)
+  def _score_split(self, params, split: str, data: Any, documents: str, **options):
+    return self._scorer.score(
+      params,
+      data.splits[split],
+      data.counts[split],
+      boundaries=None if data.boundaries is None else data.boundaries[split],
+      documents=data.documents[split] if documents == "isolated" else None,
+      **options,
+    )
 
 
-def load(workdir: str | Path, step: int | None = None, *, model: build.Given = None) -> Run:
+def load(workdir: str | Path, step: int | None = None, *, model: build.CustomModel = None) -> Run:
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
   Args:
@@ -293,24 +298,24 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.Given = N
   data = tokens_lib.read_data(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
-  # Of a checkpoint, the parameters alone are read.
+  # Of a checkpoint, only the parameters are read.
   abstract = step_lib.abstract_state(
-    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.parameters
+    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.param_sharding
   )
   if workdir_lib.is_exported(workdir):
-    params, at = export.restore(workdir, abstract.params, step)
+    params, saved_step = export.restore(workdir, abstract.params, step)
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
       origin = {"tokenizer": data.tokenizer.to_json()}
-      part = "average" if config.train.ema_decay else "params"
-      at, params = saved.restore_step(abstract.params, step, origin, part)
+      field = "average" if config.train.ema_decay else "params"
+      saved_step, params = saved.restore_step(abstract.params, step, origin, field)
   for path, array in jax.tree.leaves_with_path(params):
-    # All processes of a sharded run find the same.
-    is_whole = array.is_fully_addressable or array.is_fully_replicated
-    if not (np.isfinite(array).all() if is_whole else _is_finite(array)):
+    # All processes of a sharded run get the same answer.
+    is_local = array.is_fully_addressable or array.is_fully_replicated
+    if not (np.isfinite(array).all() if is_local else _is_finite(array)):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
-  return Run(config, built, params, data.tokenizer, at, data, workdir)
+  return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
@@ -342,7 +347,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   except Exception as error:  # A damaged file shows as any of several types.
     message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     raise UserError(message) from error
-  config = sections.expand_paths(config)
+  config = schema.expand_paths(config)
   config_lib.check(config)
   settings = config.model
   name = config_lib.mixer_names(settings.mixer)
@@ -383,10 +388,17 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
 
 def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:
   """The scorer of `config.eval`."""
-  objective = losses.Objective(build.build_boundaries(config.model))
-  rows = config.eval.window, config.eval.stride, config.eval.batch_size
-  padding = build.pad_id(config.model), build.batch_capacity(config.model)
-  return evaluation.Scorer(model, objective, tokenizer, config.model.max_length, *rows, *padding)
+  return evaluation.Scorer(
+    model,
+    losses.Objective(build.build_boundaries(config.model)),
+    tokenizer,
+    max_length=config.model.max_length,
+    window=config.eval.window,
+    stride=config.eval.stride,
+    batch_size=config.eval.batch_size,
+    pad_id=build.pad_id(config.model),
+    capacity=build.batch_capacity(config.model),
+  )
 
 
 def table(scores: Mapping[str, float]) -> str:

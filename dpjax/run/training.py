@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import optax
 
 from dpjax import config as config_lib
-from dpjax.config import sections
+from dpjax.config import schema
+from dpjax.config.registry import ConfigDict
 from dpjax.data import batches, mixture
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
 from dpjax.models import build
-from dpjax.registry import ConfigDict
 from dpjax.run import tokens
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokens import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, losses, profiling, sharding
+from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
 _log = logging.getLogger(__name__)
@@ -34,12 +34,11 @@ def train(
   config: ConfigDict,
   workdir: str | Path,
   *,
-  model: build.Given = None,
+  model: build.CustomModel = None,
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
   profile: tuple[int, int] | None = None,
-  measure_products: bool = False,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
 
@@ -53,12 +52,10 @@ def train(
       one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
       with `logits`, [B, T, V]. Pass the same model to resume or load the run.
     optimizer: replaces the optimizer of `config.train`, with its schedule and clipping: any of
-      Optax that needs the gradients, the parameters and the `value` of the loss alone.
+      Optax that needs only the gradients, the parameters and the `value` of the loss.
     callbacks: functions of each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: measures the speed of matrix products for about a second, to report
-      training's share of it as `model_flops_utilisation`.
 
   Returns:
     The run with the best parameters by validation, and their test scores.
@@ -68,33 +65,34 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
-  given, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
-  config_lib.check(given)
-  for key, names in config_lib.idle_mixers(given.model).items():
+  settings, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
+  config_lib.check(settings)
+  for key, names in config_lib.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
   with workdir_lib.lock(workdir):
-    data = _open_data(given, workdir)
-    config = build.with_vocabulary(given, data.tokenizer)
+    data = _open_data(settings, workdir)
+    config = build.with_vocabulary(settings, data.tokenizer)
     frozen = _frozen_run(config, workdir, data.tokenizer)
-    within = frozen.model if frozen else saved_frozen(config, workdir)
-    built = build.make_model(config, model, within)
-    run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
+    frozen_model = frozen.model if frozen else saved_frozen(config, workdir)
+    module = build.make_model(config, model, frozen_model)
+    run = Run(config, module, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
-    durations = _durations(config.train, train_batches.steps_per_epoch)
-    trainer = make_trainer(run.config, run.model, durations.num_steps, optimizer)
-    shapes = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
-    workdir_lib.write_config(workdir, given, frozen and frozen.config.model)
-    _print_start(run, data, shapes, durations.num_steps)
-    validation: dict[str, int] = dict(zip(("window", "stride"), run._scorer.sizes(), strict=True))
+    intervals = _intervals(config.train, train_batches.steps_per_epoch)
+    spec = make_step_spec(config, module, intervals.num_steps, optimizer)
+    shapes = _check(run, spec, "train.optimizer" if optimizer is None else "optimizer")
+    workdir_lib.write_config(workdir, settings, frozen and frozen.config.model)
+    _print_start(run, data, shapes, intervals.num_steps)
+    window, stride = run._scorer.sizes()
+    validation = {"window": window, "stride": stride}
     if config.eval.max_tokens:
       validation["max_tokens"] = config.eval.max_tokens
     loop.fit(
-      trainer,
+      spec,
       train_batches,
       run._validate,
-      durations,
+      intervals,
       workdir=workdir,
-      keep_checkpoints=config.train.keep_checkpoints,
+      max_to_keep=config.train.max_to_keep,
       patience=config.train.patience,
       initial=_initial(run, shapes, frozen, model),
       meta={"config": config.to_dict(), "validation": validation},
@@ -102,7 +100,6 @@ def train(
       callbacks=callbacks,
       should_stop=should_stop,
       profile=profile,
-      measure_products=measure_products,
     )
     best = load(workdir, model=model)
     best.__dict__["_scorer"] = run._scorer  # compiled for the same model
@@ -111,7 +108,7 @@ def train(
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` begins."""
-  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
+  config, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
     data = _open_data(config, workdir)
@@ -122,17 +119,15 @@ def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
 def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   """The tokens of a run, new unless it resumes."""
   resumes = workdir_lib.resumes(workdir, config)
-  others = {"train.initial_run": config.train.initial_run}
+  runs = {"train.init_from": config.train.init_from}
   if workdir_lib.needs_run(config):
-    others["model.boundaries.run"] = config.model.boundaries.run
-  for key, folder in others.items():
+    runs["model.boundaries.run"] = config.model.boundaries.run
+  for key, folder in runs.items():
     if folder and not resumes and not workdir_lib.is_run(workdir_lib.find(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
-  own, shared = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
-  if shared.is_relative_to(own):
-    raise UserError(
-      f"data.data_dir: expected a folder that is not the run's own {own}, got {shared}"
-    )
+  folder, data_dir = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
+  if data_dir.is_relative_to(folder):
+    raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
   # Without a checkpoint, its tokens may be those of other settings.
   fresh = not (resumes and workdir_lib.has_saved(workdir))
   return tokens.open_tokens(config, workdir / "data", fresh=fresh)
@@ -140,60 +135,70 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
 
 def make_batches(config: ConfigDict, data: Tokens) -> Any:
   """The batches of `config.train`."""
-  settings, split = config.train, data.splits["train"]
-  size = settings.batch_size, settings.window or config.model.max_length
-  options: dict[str, Any] = dict(boundaries=data.boundaries and data.boundaries["train"])
-  if config.data.documents == "isolated":
-    begins: Any = data.documents
-    options["documents"] = evaluation.document_starts(begins["train"], data.tokenizer)
-  options["pad_id"] = build.pad_id(config.model)
+  settings: Any = config.train
+  options: dict[str, Any] = {
+    "boundaries": data.boundaries and data.boundaries["train"],
+    "pad_id": build.pad_id(config.model),
+  }
+  if data.documents is not None and config.data.documents == "isolated":
+    options["documents"] = evaluation.document_starts(data.documents["train"], data.tokenizer)
   if config.data.mixture:
-    shares = [*mixture.parse(config.data.mixture).values()]
-    sizes = data.counts["train"]["sources"]
-    return mixture.MixedWindows(split, *size, config.seed, sizes=sizes, shares=shares, **options)
-  make = {
-    "contiguous": batches.ContiguousRows,
-    "random_windows": batches.RandomWindows,
-    "shuffled_windows": batches.ShuffledWindows,
-  }[settings.batches]
-  return make(split, *size, config.seed, **options)
+    factory = mixture.MixedWindows
+    options["shares"] = [*mixture.parse(config.data.mixture).values()]
+    options["sizes"] = data.counts["train"]["sources"]
+  else:
+    factory = {
+      "sequential": batches.ContiguousRows,
+      "random_windows": batches.RandomWindows,
+      "shuffled_windows": batches.ShuffledWindows,
+    }[settings.sampling]
+  window = settings.window or config.model.max_length
+  return factory(data.splits["train"], settings.batch_size, window, config.seed, **options)
 
 
-def _durations(settings: ConfigDict, steps_per_epoch: int) -> loop.Durations:
-  num, every_eval = (
-    config_lib.steps_in(settings, name, steps_per_epoch=steps_per_epoch)
-    for name in ("num", "eval_every")
+def _intervals(settings: ConfigDict, steps_per_epoch: int) -> loop.Intervals:
+  return loop.Intervals(
+    num_steps=config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch),
+    eval_every_steps=config_lib.steps_in(settings, "eval_every", steps_per_epoch=steps_per_epoch),
+    log_every_steps=settings.log_every_steps,
+    checkpoint_every_steps=settings.checkpoint_every_steps,
   )
-  every = settings.log_every_steps, settings.median_every_steps, settings.checkpoint_every_steps
-  return loop.Durations(num, every_eval, *every)
 
 
-def make_trainer(
+def make_step_spec(
   config: ConfigDict, model: Any, num_steps: int, optimizer: Any = None
-) -> loop.Trainer:
-  """A model with `config.train`, and another optimizer if one is given."""
+) -> loop.TrainStepSpec:
+  """An update of a model by `config.train`, with another optimizer unless it is None."""
   settings, rate = config.train, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
-  objective = losses.Objective(build.build_boundaries(config.model))
-  parts = settings.accumulate_steps, settings.parameters, build.batch_capacity(config.model)
-  rates = config.seed, settings.ema_decay, rate, settings.products
-  return loop.Trainer(model, optimizer, objective, *parts, *rates)
+  return loop.TrainStepSpec(
+    model,
+    optimizer,
+    losses.Objective(build.build_boundaries(config.model)),
+    grad_accum_steps=settings.grad_accum_steps,
+    parameters=settings.param_sharding,
+    capacity=build.batch_capacity(config.model),
+    seed=config.seed,
+    ema_decay=settings.ema_decay,
+    learning_rate=rate,
+    products=settings.matmul_dtype,
+  )
 
 
-def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
+def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
   """The shapes of the parameters; a `UserError` if the run cannot train."""
   config, sample = run.config, run.config.sample
   generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
   ids = jnp.zeros((1, 1), jnp.int32)
 
-  def init(**known):
-    return run.model.init(jax.random.key(0), ids, deterministic=True, **known)["params"]
+  def init(**inputs):
+    return run.model.init(jax.random.key(0), ids, deterministic=True, **inputs)["params"]
 
   shapes = jax.eval_shape(init)
-  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
-  _check_memory((shapes, opt_state, shapes if trainer.ema_decay else ()), trainer.parameters)
+  opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
+  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.parameters)
   if config.data.documents == "isolated":
     try:
       mixer.check_takes_starts(run.model)
@@ -204,17 +209,17 @@ def _check(run: Run, trainer: loop.Trainer, key: str) -> Any:
 
 
 def _check_memory(state: Any, parameters: str) -> None:
-  """A `UserError` if a state exceeds the memory of a CPU, where XLA may wait for ever."""
-  memory = profiling.machine_memory()
+  """A `UserError` if a state exceeds the memory of a CPU, where XLA may never return."""
+  memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
-  copies = jax.local_device_count() / (jax.device_count() if parameters == "sharded" else 1)
-  needed = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-  if needed > memory:
+  copies = jax.local_device_count() / (jax.device_count() if parameters == "fsdp" else 1)
+  required = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+  if required > memory:
     raise UserError(
       "model.num_layers, model.width, model.feed_forward_width: expected parameters that, with "
       f"the optimizer's state, fit the {memory / 2**30:.1f} GiB of memory, got "
-      f"{needed / 2**30:,.1f} GiB"
+      f"{required / 2**30:,.1f} GiB"
     )
 
 
@@ -235,18 +240,19 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
     f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
-  kind, source = data.tokenizer.kind, config.data.tokenizer_file or config.train.initial_run
+  tokenizer_type = data.tokenizer.kind
   if not data.tokenizer.lossless:
-    print(f"tokens of {kind} do not hold the whole text: no bits per character or byte")
-  # Characters that were learned from the train split are all of it.
-  splits = [x for x in data.splits if x != "train" or source or kind != "characters"]
+    print(f"tokens of {tokenizer_type} do not hold the whole text: no bits per character or byte")
+  # The train split has no unknown characters if these are its own.
+  source = config.data.tokenizer_file or config.train.init_from
+  splits = [x for x in data.splits if x != "train" or source or tokenizer_type != "characters"]
   if unknown := data.tokenizer.describe_unknown({x: data.splits[x] for x in splits}):
     print(unknown)
 
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
   """A function that reads the initial parameters, if they are not drawn."""
-  key, folder = "train.initial_run", run.config.train.initial_run
+  key, folder = "train.init_from", run.config.train.init_from
   if frozen is None and not folder:
     return None
 
@@ -256,8 +262,8 @@ def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], di
       other = _load_other(folder, key, run.tokenizer, model)
       params = other.params
       message = f"{key}: expected parameters of this model, got others in {other.workdir}"
-      found, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
-      checkpoints.check_arrays(found, expected, message)
+      arrays, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
+      checkpoints.check_arrays(arrays, expected, message)
     return params if frozen is None else build.with_frozen(params, frozen.params)
 
   return read
@@ -289,9 +295,9 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 
 def check_frozen(run: Run, key: str = "run") -> None:
-  """A `UserError` if a run's own boundaries are drawn in evaluation, or use another model."""
-  kinds = build.build_boundaries(run.config.model)
-  if any(kind.needs_run or kind.draws_in_evaluation for kind in kinds):
+  """A `UserError` if a run's boundaries are drawn in evaluation, or use another model."""
+  boundaries = build.build_boundaries(run.config.model)
+  if any(each.needs_run or each.samples_in_eval for each in boundaries):
     raise UserError(
       f"{key}: expected a run whose boundaries are neither drawn in evaluation nor of "
       f"another run, got {run.config.model.boundaries.name} in {run.workdir}"

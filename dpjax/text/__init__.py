@@ -3,18 +3,17 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from dpjax.text.cleaning import clean as clean
-  from dpjax.text.streaming import TextStream as TextStream
-  from dpjax.text.subwords import BytePairs as BytePairs
-  from dpjax.text.subwords import SentencePiece as SentencePiece
+  from dpjax.text.characters import Bytes as Bytes
+  from dpjax.text.characters import Characters as Characters
+  from dpjax.text.pieces import BytePairs as BytePairs
+  from dpjax.text.pieces import WordPiece as WordPiece
+  from dpjax.text.sentencepiece import SentencePiece as SentencePiece
+  from dpjax.text.tokenizer import TextStream as TextStream
   from dpjax.text.tokenizer import Tokenizer as Tokenizer
-  from dpjax.text.tokens import Bytes as Bytes
-  from dpjax.text.tokens import Characters as Characters
   from dpjax.text.tokens import tokenizer_from_json as tokenizer_from_json
   from dpjax.text.tokens import train_tokenizer as train_tokenizer
   from dpjax.text.unigram import UnigramBoundaries as UnigramBoundaries
   from dpjax.text.unigram import train_unigram as train_unigram
-  from dpjax.text.wordpiece import WordPiece as WordPiece
 else:
   from dpjax import lazy
 

@@ -1,16 +1,25 @@
-"""The base class of tokenizers, and shared helpers."""
+r"""The base class of tokenizers, decoding piece by piece, and shared helpers."""
 
 import abc
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from dpjax.errors import UserError
 
 FORMAT = 1
-MOST_PIECES = 2**24  # that are learned; the libraries have memory for them
+MAX_PIECES = 2**24  # of a vocabulary that is trained; the libraries have memory for them
+LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
+# White space where tokenizers lose it; what a normalisation changes; every byte that UTF-8 has.
+_POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
+_POINTS += range(0x10000, 0x110000, 0x40000)
+_PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
+_PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
+_COMPLETE = ("characters", "wordpiece")  # whose tokens are no parts of characters
+_INCOMPLETE = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
 
 
 class Tokenizer(abc.ABC):
@@ -23,7 +32,7 @@ class Tokenizer(abc.ABC):
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
     space_ids: the ids of the space and the line end, of "characters" (if known) and "bytes".
-    open_ids: the ids whose text later tokens can change: bytes that are decoded together.
+    byte_ids: the ids of bytes that are decoded together, so that later ones change their text.
   """
 
   kind: str
@@ -32,17 +41,17 @@ class Tokenizer(abc.ABC):
   unknown_id: int | None = None
   lossless: bool
   space_ids: tuple[int, ...] = ()
-  open_ids: frozenset[int] = frozenset()
+  byte_ids: frozenset[int] = frozenset()
 
   def encode(self, text: str) -> np.ndarray:
-    """The ids of a text, int32 [N]; those of its `parts`, joined.
+    """The ids of a text, int32 [N].
 
     Raises a `ValueError`, `text: ...`, for a lone surrogate, which UTF-8 cannot encode.
     """
     try:
       text.encode()
     except UnicodeEncodeError as error:
-      message = "text: expected Unicode text, got a lone surrogate at place"
+      message = "text: expected Unicode text, got a lone surrogate at index"
       raise UserError(f"{message} {error.start}") from error
     return self._encode(text)
 
@@ -50,20 +59,16 @@ class Tokenizer(abc.ABC):
   def _encode(self, text: str) -> np.ndarray:
     """`encode` of a text without lone surrogates."""
 
-  def parts(self, chunks: Iterable[str]) -> Iterable[str]:
-    """Cuts a text again so that the parts have the ids of the whole; chunks end with lines."""
-    return chunks
-
   def encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a context and of its continuation: together, those of the whole text.
+    """The ids of a context and of its continuation: together, those of the full text.
 
-    The first are the longest common prefix of the ids of the whole and of the context alone.
+    The first are the longest common prefix of the ids of the full text and of the context.
 
       "a b", " c"  ->  the ids of "a", " " and of "b c", if that is a piece
     """
-    ids, alone = self.encode(context + continuation), self.encode(context)
-    size = min(len(ids), len(alone))
-    size = next(iter(np.flatnonzero(ids[:size] != alone[:size])), size)
+    ids, prefix = self.encode(context + continuation), self.encode(context)
+    size = min(len(ids), len(prefix))
+    size = next(iter(np.flatnonzero(ids[:size] != prefix[:size])), size)
     return ids[:size], ids[size:]
 
   def keeps_text(self, ids: np.ndarray) -> bool:
@@ -80,15 +85,15 @@ class Tokenizer(abc.ABC):
   def describe_unknown(self, texts: Mapping[str, np.ndarray]) -> str:
     """Says how many ids of each text stand for unknown parts of it; "" if none does."""
     counts = {name: self.count_unknown(ids) for name, ids in texts.items()}
-    shown = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
-    return any(counts.values()) * f"tokens for what the vocabulary does not know: {shown}"
+    text = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
+    return any(counts.values()) * f"tokens for what the vocabulary does not know: {text}"
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """The text of ids [N], each in 0 .. vocab_size - 1."""
 
   def character_ends(self, text: str) -> np.ndarray:
-    r"""The place of each character's last token among `encode(text)`.
+    r"""The index of each character's last token in `encode(text)`.
 
     "b\u00e9 b"  ->  "characters": 0 1 2 3; "bytes": 0 2 3 4
 
@@ -114,9 +119,68 @@ class Tokenizer(abc.ABC):
     return cls()
 
   def to_json(self) -> str:
-    """The whole tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
+    """The tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
     content = {"format": FORMAT, "kind": self.kind, **self.fields()}
     return json.dumps(content, ensure_ascii=False)
+
+
+class TextStream:
+  r"""Decodes tokens as they arrive, and never changes earlier output.
+
+    "".join(push(ids) for ids in parts) + finish() = tokenizer.decode(all ids)
+
+  For the bytes of "\u00e9 e", one by one:
+
+    push([195])  ->  ""   (half a character)    push([169])  ->  "\u00e9"    push([32])  ->  " "
+
+  After a prompt, this is what `decode` adds to the prompt's text. Text is returned at once, but up
+  to three final U+FFFD that may begin a character wait for the next token, and bytes that a BPE
+  decodes together for their end. Each push decodes the new tokens and, as context, those of the
+  last text that was returned, as in Hugging Face's text-generation-inference.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, prompt: str = ""):
+    """Begins a text of this tokenizer, or continues a prompt."""
+    self._tokenizer = tokenizer
+    self._begin(tokenizer.encode(prompt).tolist() if prompt else [])
+    # A space at its end may have no token; the next word then brings it again.
+    text = tokenizer.decode(self._ids)
+    self._drops_space = prompt[-1:].isspace() and not text[-1:].isspace()
+
+  def push(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Takes the next tokens, [N], and returns the new text that is certain, perhaps "".
+
+    An id outside 0 .. V - 1 raises a `ValueError`, and the call then has no effect.
+    """
+    self._ids += as_ids(ids, self._tokenizer.vocab_size).tolist()
+    is_byte = self._tokenizer.byte_ids.__contains__
+    num_pending = len([*itertools.takewhile(is_byte, reversed(self._ids))])
+    text = self._tokenizer.decode(self._ids[: len(self._ids) - num_pending])
+    end = "" if self._tokenizer.kind in _COMPLETE else text[-_INCOMPLETE:]
+    certain = len(text) - len(end) + len(end.rstrip("\N{REPLACEMENT CHARACTER}"))
+    new = text[self._length : certain]
+    self._length = max(self._length, certain)
+    if new.strip() and certain == len(text) and not num_pending:
+      self._begin(self._ids[self._num_context :])
+    return self._drop_space(new)
+
+  def finish(self) -> str:
+    """Ends the text: returns the rest, and begins a new text."""
+    rest = self._drop_space(self._tokenizer.decode(self._ids)[self._length :])
+    self._begin([])
+    self._drops_space = False
+    return rest
+
+  def _begin(self, context: list[int]) -> None:
+    """Keeps the tokens of a context, all of whose text was returned."""
+    self._ids, self._num_context = context, len(context)
+    self._length = len(self._tokenizer.decode(context))
+
+  def _drop_space(self, new: str) -> str:
+    if new and self._drops_space:
+      self._drops_space = False
+      return new.removeprefix(" ")
+    return new
 
 
 def as_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
@@ -144,17 +208,19 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
     yield line[begin:]
 
 
-def is_clean_cut(before: str, after: str) -> bool:
-  r"""Whether a cut between two lines preserves the subwords; two characters on each side suffice.
+def rate_cut(before: str, after: str) -> int:
+  r"""How far a cut between two lines preserves subwords; two characters on each side suffice.
 
-  "one\n|two", "one\n|\ntwo" and "one\n| two" are clean cuts, "one\n\n|two" is not: splitting
-  into words groups the white space before a word, except for its last character.
+  2: those of all tokenizers whose words end with lines, "one\n|two". 1: those of GPT-2,
+  "one\n|\ntwo" and "one\n| two", but not "one\n\n|two": splitting into words groups the white space
+  before a word, except for its last character. 0: others.
   """
   if not before.endswith("\n") or not after:
-    return False
+    return 0
   if _is_space(after[0]):
-    return len(after) > 1 and not _is_space(after[1])
-  return len(before) > 1 and not _is_space(before[-2])
+    return int(len(after) > 1 and not _is_space(after[1]))
+  is_clean = len(before) > 1 and not _is_space(before[-2])
+  return is_clean + (is_clean and LINE.search(before[-2:] + after[0]) is not None)
 
 
 def _is_space(character: str) -> bool:
@@ -172,22 +238,7 @@ def size_error(expected: str, got: int, setting: str = "data.tokenizer_size") ->
   return UserError(f"{setting}: expected {expected}, got {got}")
 
 
-def library_tokenizer(content: dict):
-  """A tokenizer of the `tokenizers` library from its own JSON; a `ValueError` if it is none."""
-  from tokenizers import Tokenizer as LibraryTokenizer
-
-  return library_call(LibraryTokenizer.from_str, json.dumps(content))
-
-
-def library_call(call, *arguments, **options):
-  """Calls the `tokenizers` library, and turns its errors into a `UserError`."""
-  try:
-    return call(*arguments, **options)
-  except BaseException as error:
-    # A panic is no Exception.
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-      raise
-    answer = " ".join(str(error).split())
-    raise UserError(
-      f"tokenizer: expected one that the tokenizers library can use, got its answer: {answer}"
-    ) from error
+def is_lossless(tokenizer: Tokenizer, more: str = "") -> bool:
+  """Whether decoding restores a text that is hard to restore, with and without leading spaces."""
+  texts = _PROBE + more, (_PROBE + more).lstrip()
+  return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)

@@ -18,11 +18,11 @@ import numpy as np
 
 from dpjax import files
 from dpjax.errors import UserError
-from dpjax.text.subwords import SPACE_MARK, learn_pieces
-from dpjax.text.tokenizer import MOST_PIECES, Tokenizer, cut_lines, file_error, size_error
+from dpjax.text.sentencepiece import SPACE_MARK, train_pieces
+from dpjax.text.tokenizer import MAX_PIECES, Tokenizer, cut_lines, file_error, size_error
 
-_LONGEST_WORD = 2**14
-_MOST_WORDS = 2**21  # that are remembered
+_MAX_WORD = 2**14
+_MAX_WORDS = 2**21  # that are remembered
 
 
 class UnigramBoundaries:
@@ -51,21 +51,21 @@ class UnigramBoundaries:
     if not content.pieces or content.trainer_spec.model_type != content.trainer_spec.UNIGRAM:
       raise UserError("model: expected a SentencePiece model of the type unigram, got another file")
     self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    self._found: dict[str, bytes] = {}  # of words met before, a byte a character
+    self._boundaries: dict[str, bytes] = {}  # of words met before, a byte a character
 
   def __call__(self, text: str) -> np.ndarray:
     """The boundaries of a text, uint8 [number of characters].
 
-    The parts of a text have those of the whole, if none splits a word; see `whole_words`.
+    The parts of a text have those of the text, if none splits a word.
     """
     words = text.replace("\n", " ").split(" ")
-    if len(self._found) > _MOST_WORDS:
-      self._found.clear()
-    new = [word for word in dict.fromkeys(words) if word not in self._found]
-    self._found.update(zip(new, self._cut(new), strict=True))
+    if len(self._boundaries) > _MAX_WORDS:
+      self._boundaries.clear()
+    new = [word for word in dict.fromkeys(words) if word not in self._boundaries]
+    self._boundaries.update(zip(new, self._cut(new), strict=True))
     # A separator between each two words, and it is a boundary.
-    joined = b"\1".join([self._found[word] for word in words])
-    return np.frombuffer(joined, np.uint8).copy()
+    boundaries = b"\1".join([self._boundaries[word] for word in words])
+    return np.frombuffer(boundaries, np.uint8).copy()
 
   def of_tokens(self, text: str, tokenizer: Tokenizer) -> np.ndarray:
     r"""The boundaries of a text's tokens, characters or bytes, uint8 [number of tokens].
@@ -82,7 +82,7 @@ class UnigramBoundaries:
   def _cut(self, words: list[str]) -> Iterator[bytes]:
     """The boundaries of single words."""
     parts_of = [
-      [word[begin : begin + _LONGEST_WORD] for begin in range(0, len(word), _LONGEST_WORD)]
+      [word[begin : begin + _MAX_WORD] for begin in range(0, len(word), _MAX_WORD)]
       for word in words
     ]
     pieces = iter(self._processor.encode(sum(parts_of, []), out_type=str) if words else [])
@@ -102,44 +102,27 @@ def _lengths(word: str, pieces: list[str]) -> list[int]:
   return [length for length in lengths if length] if sum(lengths) == len(word) else [len(word)]
 
 
-def whole_words(chunks: Iterable[str]) -> Iterator[str]:
-  r"""Cuts a text in parts again, so that no word is divided.
-
-    "ab c", "d", "e\nf", "g"  ->  "ab ", "cde\n", "fg"
-
-  Joined, they are the text; each but the last ends with a space or a line end.
-  """
-  held = []
-  for chunk in chunks:
-    end = max(chunk.rfind(" "), chunk.rfind("\n")) + 1
-    if end:
-      yield "".join((*held, chunk[:end]))
-      held = []
-    held.append(chunk[end:])
-  if rest := "".join(held):
-    yield rest
-
-
 def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
-  """Learns a Unigram model, the content of a `.model` file, as the pooling paper's authors do.
+  """Trains a Unigram model, the content of a `.model` file, as the pooling paper's authors do.
 
   Every character except white space is a piece. Words are cut into pieces of up to 16
   characters, which do not mix scripts or join digits. Only runs of spaces are normalised. Equal
-  chunks give equal models; three of the pieces are marks (unknown, begin, end).
+  chunks, none of which splits a word, give equal models; three of the pieces are marks (unknown,
+  begin, end).
 
   Raises a `ValueError`, `model.boundaries.size: ...`, or `data.path: ...` for a text without words.
 
   Source: Sec. 4.2 of the pooling paper; the settings are those recorded in the authors' models.
   """
   setting = "model.boundaries.size"
-  if not 4 <= vocab_size <= MOST_PIECES:
-    raise size_error(f"4 to {MOST_PIECES:,}", vocab_size, setting)
+  if not 4 <= vocab_size <= MAX_PIECES:
+    raise size_error(f"4 to {MAX_PIECES:,}", vocab_size, setting)
   # At a space the cut of a long line changes no word.
-  lines = (line for chunk in whole_words(chunks) for line in cut_lines(chunk, 4096))
+  lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
   lines = filter(str.strip, lines)
   if (first := next(lines, None)) is None:
     raise UserError("data.path: expected a text that has words, got one without")
-  return learn_pieces(
+  return train_pieces(
     itertools.chain([first], lines),
     setting,
     vocab_size=vocab_size,

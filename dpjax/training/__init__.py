@@ -6,9 +6,9 @@ if TYPE_CHECKING:
   from dpjax.training.checkpoints import Checkpoints as Checkpoints
   from dpjax.training.evaluation import evaluate as evaluate
   from dpjax.training.loop import Callback as Callback
-  from dpjax.training.loop import Durations as Durations
+  from dpjax.training.loop import Intervals as Intervals
   from dpjax.training.loop import NonFiniteError as NonFiniteError
-  from dpjax.training.loop import Trainer as Trainer
+  from dpjax.training.loop import TrainStepSpec as TrainStepSpec
   from dpjax.training.loop import fit as fit
   from dpjax.training.losses import Objective as Objective
   from dpjax.training.losses import cross_entropy as cross_entropy

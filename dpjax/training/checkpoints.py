@@ -31,38 +31,37 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def _without_repetition() -> Iterator[None]:
-  """Lets what Orbax raises be heard once: it also logs it, and its other tasks print theirs."""
-  make, logger = asyncio.new_event_loop, logging.getLogger("absl")
+def _report_once() -> Iterator[None]:
+  """Silences what Orbax prints about an error besides raising it.
 
-  def is_news(line: logging.LogRecord) -> bool:
-    error = line.exc_info and line.exc_info[1]
-    return not (error and re.search("orbax|tensorstore", f"{line.pathname} {error}"))
+  It logs the error, and it closes its event loop while other tasks run, each of which then prints
+  that the loop is closed. Here a loop first waits for its tasks.
+  """
+  new_event_loop, logger = asyncio.new_event_loop, logging.getLogger("absl")
 
-  async def finish() -> None:
-    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-      await asyncio.wait(tasks, timeout=10)
+  def is_from_others(record: logging.LogRecord) -> bool:
+    error = record.exc_info and record.exc_info[1]
+    return not (error and re.search("orbax|tensorstore", f"{record.pathname} {error}"))
 
-  def new_event_loop() -> asyncio.AbstractEventLoop:
-    loop = make()
+  def new_patient_loop() -> asyncio.AbstractEventLoop:
+    loop = new_event_loop()
     close = loop.close
 
     def close_at_end() -> None:
-      # Orbax closes it at the first error; each other one would print that it is closed.
-      if not (loop.is_closed() or loop.is_running()):
-        loop.run_until_complete(finish())
+      if tasks := asyncio.all_tasks(loop):
+        loop.run_until_complete(asyncio.wait(tasks, timeout=10))
       close()
 
     loop.close = close_at_end
     return loop
 
-  logger.addFilter(is_news)
-  asyncio.new_event_loop = new_event_loop
+  logger.addFilter(is_from_others)
+  asyncio.new_event_loop = new_patient_loop
   try:
     yield
   finally:
-    asyncio.new_event_loop = make
-    logger.removeFilter(is_news)
+    asyncio.new_event_loop = new_event_loop
+    logger.removeFilter(is_from_others)
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -73,24 +72,16 @@ class Checkpoints(contextlib.AbstractContextManager):
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
-    self._folder = Path(folder).absolute()
-    self._manager: Any = None
+    self._folder, self._keep = Path(folder).absolute(), keep
+    self._manager: Any = None  # from the first save on
+    self._policies: list[Any] = []
     self._stack = contextlib.ExitStack()
-    if keep is not None:
-      self._kept = [managers.LatestN(keep), managers.CustomSteps([])]  # `save` knows the best.
-      kept = managers.AnyPreservationPolicy(self._kept)
-      # Where a folder could not be made in the background, threads would wait for it for minutes.
-      made = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-      options = ocp.CheckpointManagerOptions(
-        preservation_policy=kept, cleanup_tmp_directories=True, async_options=made
-      )
-      self._manager = ocp.CheckpointManager(self._folder, options=options)
-      self._stack.enter_context(_without_repetition())
 
   def __exit__(self, *_) -> None:
-    if self._manager:
-      with self._stack, contextlib.closing(self._manager), self._writing() as manager:
-        manager.wait_until_finished()
+    with self._stack:
+      if self._manager:
+        with contextlib.closing(self._manager), self._writing():
+          self._manager.wait_until_finished()
 
   def steps(self) -> list[int]:
     """Steps that can be read, ascending."""
@@ -116,58 +107,62 @@ class Checkpoints(contextlib.AbstractContextManager):
     Raises:
       UserError: this checkpoint or the last cannot be written.
     """
-    tree = _storable(_parts(state))
-    own = {"origin": dict(origin or {}), "format": FORMAT}
-    own["fingerprints"] = [int(number) for number in fingerprints(tree)]
-    items = ocp.args.Composite(
-      state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave({**meta, **own})
+    tree = _storable(_fields(state))
+    sums = [int(number) for number in fingerprints(tree)]
+    content = {**meta, "origin": dict(origin or {}), "format": FORMAT, "fingerprints": sums}
+    items = ocp.args.Composite(state=ocp.args.StandardSave(tree), meta=ocp.args.JsonSave(content))
+    best = managers.CustomSteps([meta.get("best", {}).get("step")])
+    with self._writing():
+      self._policies[:] = [managers.LatestN(self._keep), best]
+      if self._manager is None:
+        self._manager = self._open_manager()
+      self._manager.save(int(state.step), args=items, force=True)
+
+  def _open_manager(self) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+      preservation_policy=managers.AnyPreservationPolicy(self._policies),
+      cleanup_tmp_directories=True,
+      # If a folder cannot be made in the background, other threads wait for it for minutes.
+      async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
     )
-    with self._writing() as manager:
-      self._kept[1] = managers.CustomSteps([meta.get("best", {}).get("step")])
-      manager.save(int(state.step), args=items, force=True)
+    self._stack.enter_context(_report_once())
+    return ocp.CheckpointManager(self._folder, options=options)
 
   @contextlib.contextmanager
-  def _writing(self) -> Iterator[Any]:
-    """Makes one line of an error of the file system, and removes what is half written."""
+  def _writing(self) -> Iterator[None]:
+    """Turns an error of writing into a `UserError`, and removes what is half written."""
     try:
-      yield self._manager
+      yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+      raise
     except Exception as error:
-      cause = _system_error(error, self._folder)
-      if cause is None:
-        raise
       with contextlib.suppress(Exception):  # of the same cause
         self._manager.wait_until_finished()
-      for pause in (0.0, 0.1, 1.0):  # The first error ends the wait; other threads still write.
-        time.sleep(pause)
-        for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
-          shutil.rmtree(path, ignore_errors=True)
-      raise not_writable("workdir", self._folder, cause) from error
+      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+      raise not_writable("workdir", self._folder, _system_reason(error)) from error
 
   def restore(
     self, abstract: TrainState, origin: Mapping[str, str] | None = None
   ) -> tuple[TrainState, dict] | None:
-    """Reads the newest undamaged checkpoint: the state and `meta`; None without a checkpoint.
+    """Reads the newest intact checkpoint: the state and `meta`; None without a checkpoint.
 
-    Damaged ones, with missing or unparsable files or with other fingerprints than their arrays,
-    are moved into the folder "damaged". An error of the file system is not damage.
+    One that is damaged, with missing or unparsable files or with other fingerprints than its
+    arrays', is skipped with a warning, and renamed if this run also saves.
 
     `abstract` has the shapes, dtypes and shardings of the state; for `origin` see `save`.
 
     Raises:
       UserError: all are damaged, or one has a later format, another origin or another model.
-      OSError: the file system could not read one. Nothing is moved.
+      OSError: the file system could not read one.
     """
-    paths = self._list_alike()
+    paths = self._list()
     if not paths:
       return None
-    (_, tree, meta), damaged = _read_first(paths, _parts(abstract), origin or {})
-    if damaged and self._manager:
-      if jax.process_index() == 0:
-        (self._folder / "damaged").mkdir(exist_ok=True)
-        for path in damaged:
-          path.rename(self._folder / "damaged" / f"{path.name}_{time.time_ns()}")
-      multihost_utils.sync_global_devices("damaged")
-      self._manager.reload()
+    path, tree, meta = _read_first(paths, _fields(abstract), origin or {})
+    if self._keep and jax.process_index() == 0:
+      for damaged in paths[: paths.index(path)]:
+        damaged.rename(f"{damaged}.damaged-{time.time_ns()}")
     return TrainState(**tree), meta
 
   def restore_step(
@@ -175,13 +170,13 @@ class Checkpoints(contextlib.AbstractContextManager):
     abstract: Mapping,
     step: int | None = None,
     origin: Mapping[str, str] | None = None,
-    part: str = "params",
+    field: str = "params",
   ) -> tuple[int, dict]:
-    """Reads the step and the parameters alone of one checkpoint; raises as `restore` does.
+    """Reads the step and only the parameters of one checkpoint; raises as `restore` does.
 
-    `step` None is the best by validation, or else the newest. `part` is "params" or "average".
+    `step` None is the best by validation, or else the newest. `field` is "params" or "average".
     """
-    paths = self._list_alike()
+    paths = self._list()
     if not paths:
       raise UserError("workdir: expected a run with a checkpoint, got none")
     if step is None:
@@ -189,11 +184,11 @@ class Checkpoints(contextlib.AbstractContextManager):
       paths.sort(key=lambda path: path.name != best)
     elif not (paths := [path for path in paths if path.name == str(step)]):
       raise UserError(f"step: expected one of {self.steps()}, got {step}")
-    (found, tree, _), _ = _read_first(paths, {part: abstract}, origin or {})
-    return found, tree[part]
+    path, tree, _ = _read_first(paths, {field: abstract}, origin or {})
+    return int(path.name), tree[field]
 
-  def _list_alike(self) -> list[Path]:
-    """The complete checkpoints, which all processes must see alike."""
+  def _list(self) -> list[Path]:
+    """The complete checkpoints, the newest first; a `UserError` if processes see different ones."""
     paths = find_complete(self._folder)
     if len({*_gather(zlib.crc32(repr([path.name for path in paths]).encode()))}) > 1:
       raise UserError(
@@ -211,7 +206,7 @@ def find_complete(folder: str | Path) -> list[Path]:
 
 @jax.jit
 def fingerprints(tree: Any) -> list[jax.Array]:
-  """One number for each array: the sum of its 32-bit words, weighted by place.
+  """One number for each array: the sum of its 32-bit words, weighted by position.
 
     sum over i of words[i] * (2 i + 1)  mod 2**32
 
@@ -228,15 +223,15 @@ def fingerprints(tree: Any) -> list[jax.Array]:
     info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
     bits = jnp.dtype(f"uint{min(32, info(array.dtype).bits)}")  # of 64 bits, two words
     words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32).ravel()
-    places = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
-    return jnp.sum(words * places, dtype=jnp.uint32)
+    weights = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+    return jnp.sum(words * weights, dtype=jnp.uint32)
 
   return [fingerprint(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _parts(state: TrainState) -> dict:
-  """The parts of a state by name, without a missing average."""
-  return {name: part for name, part in vars(state).items() if part is not None}
+def _fields(state: TrainState) -> dict:
+  """The fields of a state by name, without a missing average."""
+  return {name: value for name, value in vars(state).items() if value is not None}
 
 
 def _storable(tree: Any) -> Any:
@@ -244,58 +239,53 @@ def _storable(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
-class _DamagedError(Exception):
-  """The checkpoint is proven to be damaged."""
-
-
 def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
-  """The step, tree and meta of the first intact checkpoint, and the damaged ones before it."""
-  damaged: list[Path] = []
+  """The path, tree and meta of the first intact checkpoint, the same one in all processes."""
   for path in paths:
+    tree, meta, error = None, {}, None
     try:
-      return (int(path.name), *_read(path, target, origin)), damaged
-    except _DamagedError as error:
-      damaged.append(path)
-      text = "The checkpoint of step %s is damaged (%s); trying the one before."
-      _log.warning(text, path.name, error)
+      with _report_once():
+        tree, meta, expected = _read(path, target, origin)
+    except Exception as caught:
+      error = caught
+    damage = 0 if error is None else 1 if _is_damage(error) else 2
+    worst = max(_gather(damage))
+    if error is not None and damage == 2:
+      raise error
+    if worst == 2:
+      raise UserError(f"workdir: another process could not read {path}; see that process's log")
+    if not worst and [int(number) for number in fingerprints(tree)] == expected:
+      return path, jax.tree.map(_refill, target, tree), meta
+    reason = f"{type(error).__name__}: {error}" if error else "other fingerprints than its arrays"
+    reason = reason.split("\n")[0][:200]
+    text = "The checkpoint of step %s is damaged (%s); trying the one before."
+    _log.warning(text, path.name, reason)
   raise UserError(
-    f"workdir: expected a whole checkpoint in {paths[0].parent}, got damaged ones of the steps "
-    f"{[int(path.name) for path in damaged]}. Restore that folder from a backup, or begin anew in "
-    "another workdir (train.initial_run can name a run to begin with)"
+    f"workdir: expected an intact checkpoint in {paths[0].parent}, got damaged ones of the steps "
+    f"{[int(path.name) for path in paths]}. Restore that folder from a backup, or start again in "
+    "another workdir (train.init_from can name a run to start from)"
   )
 
 
-def _read(path: Path, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict]:
-  """The parts of a state in `target`, and the meta; all processes raise if one does."""
-  found: Any = None
-  error = None
-  try:
-    with _without_repetition():
-      found = _read_files(path, _storable(target), origin)
-  except Exception as caught:
-    cause = _system_error(caught, path, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
-    is_damage = cause is None and not isinstance(caught, (UserError, MemoryError, RuntimeError))
-    text = f"{type(caught).__name__}: {caught}".split("\n")[0][:200]
-    error = _DamagedError(text) if is_damage else cause or caught
-  _raise_together(error, path)
-  tree, meta, expected = found
-  if [int(number) for number in fingerprints(tree)] != expected:
-    error = _DamagedError("its arrays are not those that were saved")
-  _raise_together(error, path)
-
-  def refill(wanted, array):
-    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding) if array is None else array
-
-  return jax.tree.map(refill, target, tree), meta
+def _is_damage(error: Exception) -> bool:
+  """Whether a checkpoint that cannot be read for this error is damaged."""
+  if isinstance(error, OSError):
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+  return not isinstance(error, UserError | MemoryError | RuntimeError)
 
 
-def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dict, dict, list[int]]:
-  """The tree, the meta and the saved fingerprints, read by this process alone."""
+def _refill(abstract: Any, array: Any) -> jax.Array:
+  if array is None:
+    return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
+  return array
+
+
+def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict, list[int]]:
+  """The fields of a state in `target`, the meta and the saved fingerprints."""
   metadata = path / "meta" / "metadata"
-  for file in path.rglob("*"):
-    # For others, Orbax could wait.
+  for file in path.rglob("*"):  # Orbax could wait for a pipe.
     if not (file.is_file() or file.is_dir() and not file.is_symlink() and file != metadata):
-      raise ValueError(f"{file} is no plain file")
+      raise ValueError(f"{file} is not a regular file")
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
   meta = dict(files.load_json(metadata))
   if meta["format"] > FORMAT:
@@ -313,46 +303,32 @@ def _read_files(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[dic
   leaves: Any = jax.tree.leaves(handler.metadata(path / "state").tree)
   pairs = zip(leaves, meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
-  found = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
+  arrays = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
   message = f"workdir: expected a checkpoint of this model, got another in {path}"
-  check_arrays(found, describe_arrays(target), message)
+  target = _storable(target)
+  check_arrays(arrays, describe_arrays(target), message)
   target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-  layout = ocp.checkpoint_utils.construct_restore_args(target)
-  how = ocp.args.PyTreeRestore(target, restore_args=layout, partial_restore=True)
-  tree = handler.restore(path / "state", args=how)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+  options = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+  tree = handler.restore(path / "state", args=options)
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
 
 
-def check_arrays(found: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
+def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
   """Raises a `UserError` that begins with `message` unless arrays, by name, are the model's."""
-  if wrong := [name for name in {**found, **expected} if found.get(name) != expected.get(name)]:
+  if wrong := [name for name in {**arrays, **expected} if arrays.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
-    lines = [f"{x} is {found.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
+    lines = [f"{x} is {arrays.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
     raise UserError(f"{message}: {'; '.join(lines)}{'; ...' if wrong[4:] else ''}")
 
 
-def _system_error(error: BaseException, folder: Path, but: tuple = ()) -> OSError | None:
-  """The error of the file system, except those in `but`, that led to an error of Orbax."""
-  each: BaseException | None = error
-  while each is not None:
-    # TensorStore, which is not of Python, names errors of the system in its text.
-    named = (OSError(x, os.strerror(x)) for x in errno.errorcode if os.strerror(x) in str(each))
-    for found in [each] if isinstance(each, OSError) else named:
-      if not isinstance(found, but):
-        return OSError(found.errno, found.strerror, found.filename or str(folder))
-    each = each.__cause__ or each.__context__
-  return None
-
-
-def _raise_together(error: Exception | None, path: Path) -> None:
-  """Raises in all processes if one has an error; damage comes last."""
-  own = 0 if error is None else 1 if isinstance(error, _DamagedError) else 2
-  worst = max(every := _gather(own))
-  if error is not None and own == worst:
-    raise error
-  if worst:
-    message = f"Process {every.index(worst)} could not read {path}, and says why."
-    raise _DamagedError(message) if worst == 1 else RuntimeError(message)
+def _system_reason(error: BaseException) -> str:
+  """What the system said: Orbax wraps its errors, and TensorStore quotes them in a text."""
+  while cause := error.__cause__ or error.__context__:
+    error = cause
+  text = str(error).split("\n")[0]
+  reasons = (os.strerror(number) for number in errno.errorcode)
+  return next((reason for reason in reasons if reason in text), text[:200])
 
 
 def _gather(number: int) -> list[int]:

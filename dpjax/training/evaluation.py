@@ -36,29 +36,30 @@ def evaluate(
 
   `eval_step` is from `dpjax.training.jit_eval_step`; `windows` are the batches of the text, with
   every token weighted once. For `counts` see `text_scores`, for `capacity` see
-  `dpjax.training.Trainer`. `progress` shows a progress bar.
+  `dpjax.training.TrainStepSpec`. `progress` shows a progress bar.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
-  hidden = None if progress else True  # None: hidden where there is no terminal
+  hidden = None if progress else True  # None: hidden without a terminal
   for index in tqdm(range(len(windows)), "evaluating", leave=False, disable=hidden):
     batch = windows.batch(index, rows)
-    placed, done = sharding.put_batch(batch, mesh), pending
-    pending = eval_step(params, placed, index, capacity=capacity(batch))
-    sums = metrics.add(sums, done)  # One is read while the next is computed.
+    bucket = capacity(batch)
+    previous, batch = pending, sharding.put_batch(batch, mesh)
+    pending = eval_step(params, batch, index, capacity=bucket)
+    sums = metrics.add(sums, previous)  # One is read while the next is computed.
   sums = metrics.add(sums, pending)
   return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
 
 
-def _warn_of_rounding(scores: Mapping[str, float], told: set[str]) -> None:
+def _warn_of_rounding(scores: Mapping[str, float], warned: set[str]) -> None:
   """Warns once if evaluation finds far more or fewer boundaries than training."""
-  for name in scores.keys() - told:
+  for name in scores.keys() - warned:
     stem, is_drawn, number = name.partition("p_ones_drawn")
     drawn, rounded = scores[name], scores.get(f"p_ones_rounded{number}", math.nan)
     if is_drawn and max(drawn, rounded) > 2 * min(drawn, rounded):
-      told.add(name)
+      warned.add(name)
       _log.warning(
-        "Training draws a boundary at %.1f%% of the %s, rounding finds %.1f%%: these scores are "
+        "Training draws a boundary at %.1f%% of the %s, rounding gives %.1f%%: these scores are "
         "of other segments than those of training. A model trained with sample=True among the "
         "settings of its boundaries also draws in evaluation, as the authors of gumbel do.",
         100 * drawn,
@@ -68,7 +69,7 @@ def _warn_of_rounding(scores: Mapping[str, float], told: set[str]) -> None:
 
 
 def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.DocumentStarts:
-  """Documents that begin at these places, each after the tokenizer's start token."""
+  """Documents that begin at these positions, each after the tokenizer's start token."""
   start_id = tokenizer.start_id
   return batches.DocumentStarts(begins, start_id, int(start_id in tokenizer.space_ids))
 
@@ -77,13 +78,13 @@ def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.Documen
 class Scorer:
   """Scores texts with one model, compiled once.
 
-  The model sees `window` tokens (0: `longest`) and scores the last `stride` (0: all) of them.
+  The model sees `window` tokens (0: `max_length`) and scores the last `stride` (0: all) of them.
   """
 
   model: nn.Module
   objective: losses.Objective
   tokenizer: Tokenizer
-  longest: int
+  max_length: int
   window: int
   stride: int
   batch_size: int
@@ -92,9 +93,10 @@ class Scorer:
 
   def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
     """The window and the stride in tokens (0: the scorer's); a longer one raises `ValueError`."""
-    window = window or self.window or self.longest
-    if not 1 <= window <= self.longest:
-      raise UserError(f"eval.window: expected 1 to model.max_length = {self.longest}, got {window}")
+    window = window or self.window or self.max_length
+    if not 1 <= window <= self.max_length:
+      expected = f"expected 1 to model.max_length = {self.max_length}"
+      raise UserError(f"eval.window: {expected}, got {window}")
     return window, stride or min(self.stride, window) or window
 
   def score(
@@ -113,7 +115,7 @@ class Scorer:
     """`evaluate` for a text [N], including its first token; no bits if `tokens` lose some of it.
 
     `boundaries` [N] are for models that read those of a Unigram model. With `documents`, the
-    places where they begin, each is scored as if it stood alone. `max_tokens` scores that many
+    positions where they begin, each is scored without the others. `max_tokens` scores that many
     in fixed random windows, and estimates the other counts from their share; 0 scores all.
     """
     if not self.tokenizer.keeps_text(tokens):
@@ -121,22 +123,28 @@ class Scorer:
     # A multiple of the devices: rows without text do not count.
     num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
     size = tokens, *self.sizes(window, stride), num_rows
-    given: Any = dict(boundaries=boundaries, pad_id=self.pad_id)
+    starts = document_starts(np.zeros(1, int) if documents is None else documents, self.tokenizer)
     if documents is None:
-      start = document_starts(np.zeros(1, np.int64), self.tokenizer)
-      given |= dict(start_boundary=start.start_boundary, max_tokens=max_tokens)
-      rows = batches.EvaluationWindows(*size, start.start_id, **given)
-      if rows.share < 1:
+      windows = batches.EvaluationWindows(
+        *size,
+        starts.start_id,
+        start_boundary=starts.start_boundary,
+        boundaries=boundaries,
+        pad_id=self.pad_id,
+        max_tokens=max_tokens,
+      )
+      if windows.share < 1:
         units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
-        counts = {unit: counts[unit] * rows.share for unit in units}
+        counts = {unit: counts[unit] * windows.share for unit in units}
     else:
-      starts = document_starts(documents, self.tokenizer)
-      rows = batches.EvaluationDocuments(*size, starts, **given)
+      windows = batches.EvaluationDocuments(
+        *size, starts, boundaries=boundaries, pad_id=self.pad_id
+      )
     scores = evaluate(
-      self.step, params, rows, counts, self._mesh, progress=progress, capacity=self.capacity
+      self.step, params, windows, counts, self._mesh, progress=progress, capacity=self.capacity
     )
     if jax.process_index() == 0:
-      _warn_of_rounding(scores, self._told)
+      _warn_of_rounding(scores, self._warned)
     return scores
 
   @cached_property
@@ -145,7 +153,7 @@ class Scorer:
     return jit_eval_step(self.model, self._mesh, self.objective)
 
   @cached_property
-  def _told(self) -> set[str]:
+  def _warned(self) -> set[str]:
     return set()
 
   @cached_property

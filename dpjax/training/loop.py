@@ -20,10 +20,9 @@ from jax.sharding import Mesh
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import checkpoints, losses, reporting, sharding
 from dpjax.training import step as step_lib
-from dpjax.training.profiling import Utilisation, product_rate
 from dpjax.training.reporting import NonFiniteError as NonFiniteError
 
-BEST_BY = "nats_per_token"  # what validation is judged by; the lower the better
+BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
 
 # A function of each report, such as an experiment tracker or early stopping; see `fit`.
@@ -31,12 +30,12 @@ Callback = Callable[[int, Mapping[str, float], step_lib.TrainState], bool | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Trainer:
+class TrainStepSpec:
   """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
 
   Attributes:
-    accumulate_steps: the number of parts of a batch.
-    parameters: "replicated" or "sharded".
+    grad_accum_steps: the number of parts of a batch.
+    parameters: "replicated" or "fsdp".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
@@ -46,7 +45,7 @@ class Trainer:
   model: nn.Module
   optimizer: optax.GradientTransformation
   objective: losses.Objective = losses.Objective()
-  accumulate_steps: int = 1
+  grad_accum_steps: int = 1
   parameters: str = "replicated"
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
   seed: int = 0
@@ -56,8 +55,9 @@ class Trainer:
 
   def abstract_state(self, mesh: Mesh) -> step_lib.TrainState:
     """The shapes, dtypes and shardings of its state."""
-    model, has_average = (self.model, self.optimizer, self.seed), self.ema_decay > 0
-    return step_lib.abstract_state(*model, mesh, self.parameters, has_average)
+    return step_lib.abstract_state(
+      self.model, self.optimizer, self.seed, mesh, self.parameters, self.ema_decay > 0
+    )
 
   def jit_step(self, abstract: step_lib.TrainState, mesh: Mesh) -> Callable[..., Any]:
     """`dpjax.training.jit_train_step` for a state like `abstract`."""
@@ -66,7 +66,7 @@ class Trainer:
       self.optimizer,
       jax.tree.map(lambda leaf: leaf.sharding, abstract),
       mesh,
-      accumulate_steps=self.accumulate_steps,
+      grad_accum_steps=self.grad_accum_steps,
       objective=self.objective,
       ema_decay=self.ema_decay,
       learning_rate=self.learning_rate,
@@ -75,28 +75,27 @@ class Trainer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Durations:
+class Intervals:
   """The number of updates in total, and between evaluations, reports and checkpoints.
 
-  Reports are of the mean or median loss since the last. The last update is also followed by an
-  evaluation; the best and the end are also saved.
+  Reports are of the mean loss since the last. The last update is also followed by an evaluation;
+  the best and the end are also saved.
   """
 
   num_steps: int
   eval_every_steps: int
   log_every_steps: int
-  median_every_steps: int
   checkpoint_every_steps: int
 
 
 def fit(
-  trainer: Trainer,
+  spec: TrainStepSpec,
   batches: Any,
   evaluate: Callable[[dict], Mapping[str, float]],
-  durations: Durations,
+  intervals: Intervals,
   *,
   workdir: str | Path,
-  keep_checkpoints: int = 2,
+  max_to_keep: int = 2,
   patience: int = 0,
   initial: Callable[[dict], dict] | None = None,
   meta: Mapping | None = None,
@@ -104,7 +103,6 @@ def fit(
   callbacks: Sequence[Callback] = (),
   should_stop: Callable[[], bool] = lambda: False,
   profile: tuple[int, int] | None = None,
-  measure_products: bool = False,
 ) -> None:
   """Trains to the last step, from the newest checkpoint in `workdir` if there is one.
 
@@ -114,12 +112,12 @@ def fit(
   transfers data to the device, or from an accelerator, raises an error (`jax.transfer_guard`).
 
   Args:
-    trainer: the model and the settings of an update.
+    spec: the model and the settings of an update.
     batches: with `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
-    durations: the durations in updates.
+    intervals: the numbers of updates.
     workdir: the run's folder, which exists.
-    keep_checkpoints: the number of last checkpoints to keep.
+    max_to_keep: the number of last checkpoints to keep.
     patience: training ends after this number of evaluations without a new best; 0 means never.
     initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
@@ -132,7 +130,6 @@ def fit(
       with more steps or without callbacks.
     should_stop: called after every update, with the same answer in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
-    measure_products: whether to report training's share of the speed of matrix products.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint is from before.
@@ -141,127 +138,181 @@ def fit(
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
-  sharding.check_rows(batches.batch_size, trainer.accumulate_steps)
-  mesh, meta = sharding.make_mesh(), dict(meta or {})
-  abstract = trainer.abstract_state(mesh)
-  train_step = trainer.jit_step(abstract, mesh)
-  num_steps, rows = durations.num_steps, sharding.process_rows(batches.batch_size)
-  best, tokens_seen = {"step": 0, BEST_BY: math.inf, "since": 0}, 0
-
-  def is_exhausted() -> bool:
-    return 0 < patience <= best["since"]
-
+  sharding.check_rows(batches.batch_size, spec.grad_accum_steps)
+  num_steps = intervals.num_steps
   with contextlib.ExitStack() as stack:
-    folder = Path(workdir)
     find_signal = stack.enter_context(_stop_signal(num_steps))
-    saved = checkpoints.Checkpoints(folder / "checkpoints", keep_checkpoints)
+    saved = checkpoints.Checkpoints(Path(workdir, "checkpoints"), max_to_keep)
     stack.enter_context(saved)
-    found, is_over = saved.restore(abstract, origin), False
-    if found is None:
-      state = step_lib.jit_init(trainer.model, trainer.optimizer, trainer.seed, abstract)
-      if initial:
-        places = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-        params = jax.device_put(initial(state.params), places)
-        average = None if abstract.average is None else jax.tree.map(jnp.copy, params)
-        state = dataclasses.replace(state, params=params, average=average)
-    else:
-      state, known = found
-      tokens_seen = known["tokens_seen"]
-      if known.get("validation") == meta.get("validation"):
-        best = known["best"]
-      is_over = known.get("ended") == num_steps and (bool(callbacks) or is_exhausted())
-    start = int(state.step)
-    reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
-    trace, folder = stack.enter_context(contextlib.ExitStack()), folder / "profile"
-    trace_from, trace_to = profile or (None, None)
+    loop = _Loop(spec, batches, intervals, saved, callbacks, patience)
+    loop.restore(initial, dict(meta or {}), dict(origin or {}))
+    start = int(loop.state.step)
+    loop.reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
+    every = intervals.log_every_steps
+    loop.reader = reporting.MetricsReader(loop.reporter, every, loop.tokens_seen)
+    trace_start, trace_stop = profile or (None, None)
     if profile and not start <= profile[0] < profile[1] <= num_steps:
       raise UserError(
-        f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the updates "
-        f"that are to come, got {trace_from}:{trace_to}"
+        f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the "
+        f"updates that remain, got {trace_start}:{trace_stop}"
       )
-    if found:
-      reporter.print(f"Going on from the checkpoint of step {start}.")
-    utilisation = None
-    if measure_products:
-      rate = product_rate(getattr(trainer.model, "dtype", jnp.float32)) * mesh.size
-      has_pooling = bool(trainer.objective.boundaries)
-      utilisation = Utilisation(trainer.model, abstract.params, batches.window, has_pooling, rate)
-      reporter.print(f"The largest matrix products reach {rate / 1e9:,.0f} Gflop/s here.")
-    every = durations.log_every_steps, durations.median_every_steps
-    places = batches.batch_size * batches.window
-    meter = reporting.Meter(reporter, *every, places, utilisation, tokens_seen)
-    compiled, is_enough = set(), False
-
-    def call_back() -> None:
-      nonlocal is_enough
-      for done, scores in reporter.new_reports():
-        for callback in callbacks:
-          is_enough |= bool(callback(done, scores, state))
-
-    for step in range(num_steps if is_over else start, num_steps):
-      meter.start()
-      batch = batches.batch(step, rows)
-      size = trainer.capacity(batch)
-      compiles = size not in compiled
-      if compiles:
-        meter.read()  # Else the step before would be timed with the compilation.
-        compiled.add(size)
-      # Placing a batch over several processes counts as unasked: outside of the guard.
-      placed = sharding.put_batch(batch, mesh)
-      if step == trace_from:
-        trace.callback(
-          reporter.print,
-          f"A trace is in {folder}: open it with xprof --logdir={folder}, or its "
-          "trace.json.gz at https://ui.perfetto.dev.",
-        )
-        trace.enter_context(jax.profiler.trace(folder))
-      with jax.transfer_guard("disallow"):
-        state, measured = train_step(state, placed, capacity=size)
-        meter.read((step + 1, measured, not compiles))
+    trace = stack.enter_context(contextlib.ExitStack())
+    if start:
+      loop.reporter.print(f"Resuming from the checkpoint of step {start}.")
+    for step in range(num_steps if loop.has_ended else start, num_steps):
       done = step + 1
-      if done == trace_to:
-        jax.block_until_ready(measured)
+      if step == trace_start:
+        trace.enter_context(_trace(Path(workdir, "profile"), loop.reporter))
+      loop.train_one(step)
+      if done == trace_stop:
+        jax.block_until_ready(loop.state)
         trace.close()
       number = find_signal(done)
-      stopping = number is not None or should_stop()
-      is_due = stopping or done % durations.checkpoint_every_steps == 0
-      at_eval = done == num_steps or done % durations.eval_every_steps == 0
-      if at_eval or is_due:
-        meter.read()
-      call_back()
-      # Decided before the evaluation, so that an ended run has been validated.
-      at_end, is_best = done == num_steps or is_enough, False
-      if at_end or at_eval:
-        meter.read()
-        scores = evaluate(state.scored)
-        reporter.report(done, "valid", scores)
-        best = {**best, "since": best["since"] + 1}
-        if is_best := scores[BEST_BY] < best[BEST_BY]:
-          best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
-        bits = scores.get("bits_per_character")
-        reporter.print(
-          f"step {done}: nats per token {meter.mean:.4f} in training, "
-          f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
-          f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
-          f"{' (best so far)' if is_best else ''}"
-        )
-        call_back()
-        if is_exhausted() and not at_end:
-          is_enough = True
-          reporter.print(
-            f"No evaluation since step {best['step']} was better (train.patience = "
-            f"{patience}): the training ends at step {done}."
-          )
-        at_end |= is_enough
-      if is_best or at_end or is_due:
-        kept = {**meta, "best": best, "tokens_seen": meter.tokens_seen}
-        kept |= {"ended": num_steps} if is_enough else {}
-        reporter.check_there()  # Orbax would make the folder again.
-        saved.save(state, kept, origin=origin)
-      if at_end and number is None:
+      stops = number is not None or should_stop()
+      saves = stops or done % intervals.checkpoint_every_steps == 0
+      evaluates = done == num_steps or done % intervals.eval_every_steps == 0
+      if saves or evaluates:
+        loop.reader.read()
+      loop.call_back()
+      # Known before the evaluation, so that a run that ends has been validated.
+      is_best = (evaluates or loop.is_enough) and loop.validate(done, evaluate)
+      ends = done == num_steps or loop.is_enough
+      if is_best or ends or saves:
+        loop.save()
+      if ends and number is None:
         break
-      if stopping:
+      if stops:
         raise Interrupted(done, num_steps, number)
+
+
+class _Loop:
+  """The parts of `fit`, and what it carries from step to step."""
+
+  state: step_lib.TrainState
+  reporter: reporting.Reporter
+  reader: reporting.MetricsReader
+
+  def __init__(
+    self,
+    spec: TrainStepSpec,
+    batches: Any,
+    intervals: Intervals,
+    saved: checkpoints.Checkpoints,
+    callbacks: Sequence[Callback],
+    patience: int,
+  ):
+    self.spec, self.batches, self.intervals = spec, batches, intervals
+    self.saved, self.callbacks, self.patience = saved, callbacks, patience
+    self.mesh = sharding.make_mesh()
+    self.rows = sharding.process_rows(batches.batch_size)
+    self.abstract = spec.abstract_state(self.mesh)
+    self.train_step = spec.jit_step(self.abstract, self.mesh)
+    self.compiled: set[int | None] = set()  # the capacities
+    self.best: dict[str, Any] = {"step": 0, BEST_BY: math.inf, "since": 0}
+    self.tokens_seen, self.has_ended = 0, False
+    self.is_enough = False  # A callback or the patience ends the training before its last step.
+
+  def restore(
+    self, initial: Callable[[dict], dict] | None, meta: dict, origin: dict[str, str]
+  ) -> None:
+    """Takes the state of the newest checkpoint, or the initial one."""
+    self.meta, self.origin = meta, origin
+    restored = self.saved.restore(self.abstract, origin)
+    if restored is None:
+      self.state = _initial_state(self.spec, self.abstract, initial)
+      return
+    self.state, saved_meta = restored
+    self.tokens_seen = saved_meta["tokens_seen"]
+    if saved_meta.get("validation") == meta.get("validation"):
+      self.best = saved_meta["best"]
+    has_ended = saved_meta.get("ended") == self.intervals.num_steps
+    self.has_ended = has_ended and (bool(self.callbacks) or self.is_exhausted())
+
+  def train_one(self, step: int) -> None:
+    """Makes an update, and reads the metrics of the one before while it runs."""
+    self.reader.start()
+    batch = self.batches.batch(step, self.rows)
+    capacity = self.spec.capacity(batch)
+    compiles = capacity not in self.compiled
+    if compiles:
+      self.reader.read()  # Otherwise the step before would be timed with the compilation.
+      self.compiled.add(capacity)
+    # Placing a batch over several processes counts as an implicit transfer: outside of the guard.
+    batch = sharding.put_batch(batch, self.mesh)
+    with jax.transfer_guard("disallow"):
+      self.state, metrics = self.train_step(self.state, batch, capacity=capacity)
+      self.reader.read((step + 1, metrics, not compiles))
+
+  def call_back(self) -> None:
+    """Calls the callbacks with the new reports."""
+    for done, scores in self.reporter.new_reports():
+      for callback in self.callbacks:
+        self.is_enough |= bool(callback(done, scores, self.state))
+
+  def is_exhausted(self) -> bool:
+    """Whether `patience` evaluations have passed without a new best."""
+    return 0 < self.patience <= self.best["since"]
+
+  def validate(self, done: int, evaluate: Callable[[dict], Mapping[str, float]]) -> bool:
+    """Scores the validation split; whether the score is the best so far."""
+    self.reader.read()
+    scores = evaluate(self.state.scored)
+    self.reporter.report(done, "valid", scores)
+    is_best = scores[BEST_BY] < self.best[BEST_BY]
+    if is_best:
+      self.best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
+    else:
+      self.best = {**self.best, "since": self.best["since"] + 1}
+    bits = scores.get("bits_per_character")
+    self.reporter.print(
+      f"step {done}: nats per token {self.reader.mean:.4f} in training, "
+      f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
+      f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
+      f"{' (best so far)' if is_best else ''}"
+    )
+    ends = done == self.intervals.num_steps or self.is_enough
+    self.call_back()
+    if self.is_exhausted() and not ends:
+      self.is_enough = True
+      self.reporter.print(
+        f"No evaluation since step {self.best['step']} was better (train.patience = "
+        f"{self.patience}): the training ends at step {done}."
+      )
+    return is_best
+
+  def save(self) -> None:
+    """Saves the state, and what a resumed run needs besides."""
+    meta = {**self.meta, "best": self.best, "tokens_seen": self.reader.tokens_seen}
+    if self.is_enough:
+      meta["ended"] = self.intervals.num_steps
+    self.reporter.check_there()  # Orbax would make the folder again.
+    self.saved.save(self.state, meta, origin=self.origin)
+
+
+@contextlib.contextmanager
+def _trace(folder: Path, reporter: reporting.Reporter) -> Iterator[None]:
+  """Traces the block into a folder, and says how to open it."""
+  try:
+    with jax.profiler.trace(folder):
+      yield
+  finally:
+    reporter.print(
+      f"A trace is in {folder}: open it with xprof --logdir={folder}, or its "
+      "trace.json.gz at https://ui.perfetto.dev."
+    )
+
+
+def _initial_state(
+  spec: TrainStepSpec, abstract: step_lib.TrainState, initial: Callable[[dict], dict] | None
+) -> step_lib.TrainState:
+  """The drawn state, with the parameters that `initial` makes of the drawn ones."""
+  state = step_lib.jit_init(spec.model, spec.optimizer, spec.seed, abstract)
+  if initial is None:
+    return state
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
+  params = jax.device_put(initial(state.params), shardings)
+  average = None if abstract.average is None else jax.tree.map(jnp.copy, params)
+  return state.replace(params=params, average=average)
 
 
 @contextlib.contextmanager

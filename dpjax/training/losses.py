@@ -11,7 +11,7 @@ from jax import lax
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries
-from dpjax.ops.platforms import by_platform, num_devices, pvary_like, replicate
+from dpjax.ops.placement import by_platform, num_devices, pvary_like, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 
@@ -23,7 +23,7 @@ def cross_entropy(
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  Parts of a batch add up to the whole. Only reverse-mode derivatives, which store the logits.
+  Parts of a batch add up to the batch. Only reverse-mode derivatives, which store the logits.
 
   Args:
     logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
@@ -35,7 +35,7 @@ def cross_entropy(
   """
   _check_shapes("logits", "V", logits, targets, weights)
   nats_bt = _nats_of_tokens(logits, targets)
-  # Not the product alone: where nothing counts, the logits may be nan.
+  # Not only the product: where nothing counts, the logits may be nan.
   nats_bt = jnp.where(weights == 0, 0, nats_bt * weights.astype(nats_bt.dtype))
   return jnp.sum(nats_bt), jnp.sum(weights)
 
@@ -70,7 +70,7 @@ def _nats_backward(residuals, grad_bt):
   grad_btv = jnp.where(is_0_bt[..., None], 0, p_btv * grad_bt[..., None]).astype(logits.dtype)
   of_target_bt = jnp.expm1(_pick(logits, targets) - max_bt - log_sum_bt) * grad_bt
   of_target_bt = jnp.where(is_0_bt, 0, of_target_bt).astype(logits.dtype)
-  # In its place: with a comparison, XLA:CPU would make the gradient again for each reader.
+  # In place: with a comparison, XLA:CPU would compute the gradient again for each reader.
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
   runs = {"cpu": put, "default": _put_by_comparison}
   return by_platform(runs, grad_btv, targets, of_target_bt), None
@@ -105,7 +105,7 @@ def output_nats(
   """The nats of `cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
 
   These are computed in pieces of positions, once each, and with derivatives also the gradients of
-  each piece, which the backward pass only scales: reverse mode, by hidden, kernel and bias alone.
+  each piece, which the backward pass only scales: reverse mode, only by hidden, kernel and bias.
 
   Args:
     hidden: [B, T, D], floats; factors are in this dtype, logits and sums in float32 or float64.
@@ -188,15 +188,15 @@ def _cut(is_cached, hidden, kernel, targets, weights):
   piece_bytes = _PIECE_BYTES
   if is_cached:  # With fewer rows than features, adding the kernel's gradients takes longest.
     piece_bytes = min(piece_bytes, max(_CACHED_BYTES, width * row_bytes))
-  number = min(length, max(1, -(-batch * length * row_bytes // (piece_bytes * num_devices()))))
-  size = -(-length // number)
-  if size > 8:  # A TPU has tiles of eight places, and would copy others to join rows and places.
+  num_pieces = min(length, max(1, -(-batch * length * row_bytes // (piece_bytes * num_devices()))))
+  size = -(-length // num_pieces)
+  if size > 8:  # A TPU has tiles of eight positions; it would copy others to merge them with rows.
     size = min(length, -(-size // 8) * 8)
-  number = -(-length // size)
+  num_pieces = -(-length // size)
 
   def cut(x):
-    pad = [(0, 0), (0, number * size - length)] + [(0, 0)] * (x.ndim - 2)
-    return jnp.moveaxis(jnp.pad(x, pad).reshape(batch, number, size, *x.shape[2:]), 1, 0)
+    pad = [(0, 0), (0, num_pieces * size - length)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.moveaxis(jnp.pad(x, pad).reshape(batch, num_pieces, size, *x.shape[2:]), 1, 0)
 
   return cut(hidden), cut(targets), cut(weights)
 
@@ -207,20 +207,20 @@ class Objective:
 
     loss = nats / count + boundary_nats / count
 
-  `boundaries` are the kinds, the outermost first; () without pooling. Inner ones add the mean of
-  their loss over segments instead of tokens.
+  `boundaries` are the boundary modules, the outermost first; () without pooling. Inner ones add the
+  mean of their loss over segments instead of tokens.
   """
 
   boundaries: Sequence[Boundaries] = ()
 
   @property
   def counts(self) -> tuple[str, ...]:
-    """The sums of a whole batch that the loss of each part needs; () if parts add up anyway."""
+    """The sums of a full batch that the loss of each part needs; () if parts add up anyway."""
     inner = range(2, len(self.boundaries) + 1)
-    if not inner and not any(kind.reads_share for kind in self.boundaries):
+    if not inner and not any(module.reads_share for module in self.boundaries):
       return ()
-    of_inner = [f"{name}_{number}" for number in inner for name in ("segments_in", "boundaries")]
-    return "count", "boundaries", *of_inner
+    names = [f"{name}_{number}" for number in inner for name in ("segments_in", "boundaries")]
+    return "count", "boundaries", *names
 
   def sums(
     self,
@@ -237,7 +237,7 @@ class Objective:
       batch: see `dpjax.training.train_step`.
       output_layer: the kernel and bias for `output_nats` of `output.hidden`; ignored if the
         boundaries read the logits anyway.
-      counts: for a part of a batch, the sums `Objective.counts` of the whole.
+      counts: for a part of a batch, the sums `Objective.counts` of the full batch.
       scores_starts: whether to add "start_nats", those of tokens behind a boundary.
 
     Returns:
@@ -247,7 +247,7 @@ class Objective:
     weights = batch["weights"]
 
     def nats_of(weights):
-      if output_layer is None or any(kind.reads_logits for kind in self.boundaries):
+      if output_layer is None or any(module.reads_logits for module in self.boundaries):
         return cross_entropy(output.logits, batch["targets"], weights)[0]
       return output_nats(output.hidden, *output_layer, batch["targets"], weights)
 
@@ -262,42 +262,40 @@ class Objective:
         f"model.middle: expected the {len(stages)} stages of pooling of the model, got "
         f"{len(self.boundaries)}"
       )
-    kind, *within = self.boundaries
-    boundaries, document_starts = (
-      output.boundaries.astype(jnp.float32),
-      batch.get("document_starts"),
-    )
-    sums |= _count_segments(boundaries, weights, document_starts, kind.has_null_group)
+    module, *inner_modules = self.boundaries
+    boundaries = output.boundaries.astype(jnp.float32)
+    document_starts = batch.get("document_starts")
+    sums |= _count_segments(boundaries, weights, document_starts, module.has_null_group)
     if scores_starts:
       sums["start_nats"] = nats_of(weights * boundaries)
-    whole = counts or sums
-    share = _share(whole["boundaries"], whole["count"])
-    sums["boundary_nats"], targets = kind.loss(output, {**batch, "boundary_share": share})
-    sums |= _count_drawn(kind, output, weights)
+    totals = counts or sums
+    share = _share(totals["boundaries"], totals["count"])
+    sums["boundary_nats"], targets = module.loss(output, {**batch, "boundary_share": share})
+    sums |= _count_drawn(module, output, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
       sums["hits"] = jnp.sum(boundaries * targets * weights)
       sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
     stage, is_real = output, _is_real(weights)
-    for number, inner in enumerate(within, 2):
+    for number, inner_module in enumerate(inner_modules, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
-      if kind.has_null_group:
+      if module.has_null_group:
         segments_b += _null_groups(document_starts, is_real)
-      kind, stage = inner, stages[number - 1]
+      module, stage = inner_module, stages[number - 1]
       document_starts, boundaries = stage.document_starts, stage.boundaries.astype(jnp.float32)
-      places = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
-      is_real = (places < segments_b[:, None]).astype(jnp.float32)
+      positions = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
+      is_real = (positions < segments_b[:, None]).astype(jnp.float32)
       sums[f"segments_in_{number}"] = jnp.sum(is_real)
       sums[f"boundaries_{number}"] = jnp.sum(boundaries * is_real)
-      num_segments = whole[f"segments_in_{number}"]
-      share = _share(whole[f"boundaries_{number}"], num_segments)
+      num_segments = totals[f"segments_in_{number}"]
+      share = _share(totals[f"boundaries_{number}"], num_segments)
       segments = {"weights": is_real, "boundary_share": share}
       segments |= {} if document_starts is None else {"document_starts": document_starts}
       segments |= {"update": batch["update"]} if "update" in batch else {}
-      inner_nats, _ = kind.loss(stage, segments)
-      sums |= _count_drawn(kind, stage, is_real, f"_{number}")
-      sums["boundary_nats"] += inner_nats * whole["count"] / jnp.maximum(num_segments, 1)
+      inner_nats, _ = module.loss(stage, segments)
+      sums |= _count_drawn(module, stage, is_real, f"_{number}")
+      sums["boundary_nats"] += inner_nats * totals["count"] / jnp.maximum(num_segments, 1)
     return sums
 
 
@@ -313,9 +311,9 @@ def _count_segments(
   boundaries, weights, document_starts, has_null_group: bool
 ) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
-  segments_b = places_b = jnp.sum(boundaries * is_real, axis=1)
+  segments_b = slots_b = jnp.sum(boundaries * is_real, axis=1)
   if has_null_group:
-    places_b = segments_b + (
+    slots_b = segments_b + (
       1.0 if document_starts is None else _null_groups(document_starts, is_real)
     )
   return {
@@ -324,14 +322,14 @@ def _count_segments(
     "segments_max": jnp.max(segments_b),
     "rows": jnp.sum(is_real[:, 0]),
     "positions": jnp.float32(boundaries.shape[1]),
-    "slots": jnp.max(places_b),  # S
+    "slots": jnp.max(slots_b),  # S
   }
 
 
-def _count_drawn(kind: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
+def _count_drawn(module: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
   """The expected boundaries of a draw, and those of rounding, where evaluation rounds."""
   logits_bt = stage.boundary_logits
-  if not kind.takes_noise or kind.draws_in_evaluation or logits_bt is None:
+  if not module.is_stochastic or module.samples_in_eval or logits_bt is None:
     return {}
   logits_bt = jnp.where(weights == 0, 0, logits_bt.astype(jnp.float32))
   counts = {"drawn": jax.nn.sigmoid(logits_bt), "rounded": (logits_bt > 0).astype(jnp.float32)}

@@ -37,10 +37,10 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
   return scores
 
 
-def add(sums: Mapping[str, float], measured: Mapping | None) -> dict[str, float]:
+def add(sums: Mapping[str, float], metrics: Mapping | None) -> dict[str, float]:
   """Adds the sums of a batch, exactly, in float64; of names in "_max", takes the larger value."""
   added = dict(sums)
-  for name, value in (measured or {}).items():
+  for name, value in (metrics or {}).items():
     value = float(value)
     is_max = name.endswith("_max")
     added[name] = max(sums.get(name, value), value) if is_max else sums.get(name, 0.0) + value
@@ -76,29 +76,31 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
   """
   if "boundaries" not in sums:
     return {}
-  found, count = sums["boundaries"], sums["count"]
+  boundaries, count = sums["boundaries"], sums["count"]
   scores = {
     "boundary_loss": _ratio(sums["boundary_nats"], count),
-    "p_ones": _ratio(found, count),
-    "shortening_factor": _ratio(count, found),
+    "p_ones": _ratio(boundaries, count),
+    "shortening_factor": _ratio(count, boundaries),
     "shortening_factor_padded": _ratio(sums["positions"], sums["slots"]),
     "segments_mean": _ratio(sums["segments"], sums["rows"]),
     "segments_max": sums["segments_max"],
   }
   if "start_nats" in sums:
-    scores["enrichment"] = _ratio(_ratio(sums["start_nats"], found), _ratio(sums["nats"], count))
+    scores["enrichment"] = _ratio(
+      _ratio(sums["start_nats"], boundaries), _ratio(sums["nats"], count)
+    )
   if "targets" in sums:
     hits, targets = sums["hits"], sums["targets"]
-    scores["precision"], scores["recall"] = _ratio(hits, found), _ratio(hits, targets)
-    scores["f1"] = _ratio(2 * hits, found + targets)
+    scores["precision"], scores["recall"] = _ratio(hits, boundaries), _ratio(hits, targets)
+    scores["f1"] = _ratio(2 * hits, boundaries + targets)
     scores["accuracy"] = _ratio(sums["agreements"], count)
-  for name, found in sums.items():
-    stem, _, number = name.partition("_")
-    below = sums.get(f"segments_in_{number}", count)
-    if stem == "boundaries" and number:
-      scores[f"shortening_factor_{number}"] = _ratio(below, found)
+  for name, value in sums.items():
+    stem, _, stage = name.partition("_")
+    inputs = sums.get(f"segments_in_{stage}", count)
+    if stem == "boundaries" and stage:
+      scores[f"shortening_factor_{stage}"] = _ratio(inputs, value)
     elif stem in ("drawn", "rounded"):
-      scores[f"p_ones_{name}"] = _ratio(found, below)
+      scores[f"p_ones_{name}"] = _ratio(value, inputs)
   return scores
 
 
@@ -107,10 +109,10 @@ def for_json(scores: Mapping[str, float]) -> dict[str, float | None]:
   return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
-def _ratio(above: float, below: float) -> float:
-  if below:
-    return above / below
-  return math.inf if above else math.nan
+def _ratio(numerator: float, denominator: float) -> float:
+  if denominator:
+    return numerator / denominator
+  return math.inf if numerator else math.nan
 
 
 def _exp(value: float) -> float:

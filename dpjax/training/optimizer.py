@@ -1,4 +1,4 @@
-"""Learning rates and update rules, for the names in `dpjax.registry`."""
+"""Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import traverse_util
 from optax import contrib
 
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.errors import UserError
 from dpjax.models.build import frozen_path
 from dpjax.models.stack import is_stacked
@@ -27,10 +27,10 @@ def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
 
 def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
   """The update rule that `config.train` describes, for `num_steps` updates in total."""
-  given: dict[str, Any] = dict(learning_rate=build_schedule(train, num_steps))
-  if train.get("decay_mask", "all") == "matrices":
-    given["mask"] = decays
-  return _build(train["optimizer"], "train.optimizer", train["clip_norm"], **given)
+  arguments: dict[str, Any] = {"learning_rate": build_schedule(train, num_steps)}
+  if train.get("weight_decay_mask", "all") == "matrices":
+    arguments["mask"] = decays
+  return _build(train["optimizer"], "train.optimizer", train["grad_clip_norm"], **arguments)
 
 
 def decays(params: Any) -> Any:
@@ -53,20 +53,22 @@ def _names(path) -> list[str]:
 
 
 def make_optimizer(
-  name: str, rate: optax.ScalarOrSchedule, *, clip_norm: float = 0.0, **settings: Any
+  name: str, rate: optax.ScalarOrSchedule, *, grad_clip_norm: float = 0.0, **settings: Any
 ) -> optax.GradientTransformation:
-  """An update rule by its name in `dpjax.registry.optimizers`, with settings such as `b1`.
+  """An update rule by its name in `dpjax.config.registry.optimizers`, with settings such as `b1`.
 
-  Gradients are first clipped to the global norm `clip_norm`, unless it is 0. `rate` may be a
+  Gradients are first clipped to the global norm `grad_clip_norm`, unless it is 0. `rate` may be a
   function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
-  return _build(section, "optimizer", clip_norm, learning_rate=rate)
+  return _build(section, "optimizer", grad_clip_norm, learning_rate=rate)
 
 
-def _build(section: Mapping, key: str, clip_norm: float, **given: Any):
-  update = registry.optimizers.build(section, key, **given)
-  return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update
+def _build(section: Mapping, key: str, grad_clip_norm: float, **arguments: Any):
+  update = registry.optimizers.build(section, key, **arguments)
+  return (
+    optax.chain(optax.clip_by_global_norm(grad_clip_norm), update) if grad_clip_norm else update
+  )
 
 
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
@@ -83,19 +85,19 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
   def trained(tree):
     return traverse_util.unflatten_dict(split(tree, False)) if tree and path else tree
 
-  def update_trained(updates, state, params=None, **more):
-    given = trained(updates), state, trained(params)
+  def update_trained(updates, state, params=None, **extra):
+    inputs = trained(updates), state, trained(params)
     try:
-      found, state = update.update(*given, **more)
+      outputs, state = update.update(*inputs, **extra)
     except TypeError as error:
-      # Types do not say who takes it: MultiSteps does, sam within a chain does not.
+      # Types do not tell which rules take it: MultiSteps does, sam in a chain does not.
       if "unexpected keyword argument 'value'" not in str(error):
         raise
-      found, state = update.update(*given)
+      outputs, state = update.update(*inputs)
     if path:
       zeros = jax.tree.map(jnp.zeros_like, split(updates, True))
-      found = traverse_util.unflatten_dict(traverse_util.flatten_dict(found) | zeros)
-    return found, state
+      outputs = traverse_util.unflatten_dict(traverse_util.flatten_dict(outputs) | zeros)
+    return outputs, state
 
   return optax.GradientTransformationExtraArgs(
     lambda params: update.init(trained(params)), update_trained
@@ -118,11 +120,11 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
     update = for_model(update, model)
     state = jax.eval_shape(update.init, params)
     after = jax.eval_shape(step, params, state)
-  except Exception as error:  # whatever an update rule of somebody's raises
+  except Exception as error:  # of any type: the update rule may be the user's
     reason = str(error).partition("\n")[0]
     raise UserError(
-      f"{key}: expected one that updates with the gradients, the parameters and the value of the "
-      f"loss alone, got {type(error).__name__}: {reason}"
+      f"{key}: expected one that needs only the gradients, the parameters and the value of the "
+      f"loss, got {type(error).__name__}: {reason}"
     ) from error
   old, new = (describe_arrays(tree, key) for tree in ((params, state), after))
   if wrong := [name for name in sorted(old | new) if old.get(name) != new.get(name)]:
@@ -137,15 +139,15 @@ def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
   """The dtype and shape of each array, by its name in a checkpoint, which must hold it."""
   import tensorstore
 
-  found = {}
+  arrays = {}
   for path, leaf in jax.tree.leaves_with_path(tree):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.eval_shape(jax.random.key_data, leaf)
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    if name in found or not hasattr(tensorstore, str(leaf.dtype)):
+    if name in arrays or not hasattr(tensorstore, str(leaf.dtype)):
       raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
-    found[name] = f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
-  return found
+    arrays[name] = f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
+  return arrays
 
 
 def constant(peak: float, *, warmup_steps: int = 0) -> optax.Schedule:

@@ -1,7 +1,6 @@
 """Reports a run's scores to the terminal or a log, metrics.jsonl, losses.f32 and TensorBoard."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -17,11 +16,9 @@ from tqdm import tqdm
 
 from dpjax import files
 from dpjax.training import metrics
-from dpjax.training.profiling import Utilisation
 
 LOSSES = "losses.f32"
-# Over how many losses a mean or median is: of use beside it, and no curve.
-_NO_CURVES = ("mean_over_steps", "median_over_steps")
+_COUNT = "mean_over_steps"  # the number of losses in a mean, which is not a curve
 
 
 class NonFiniteError(RuntimeError):
@@ -39,8 +36,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
     self._is_first, self._new, self._num_steps = jax.process_index() == 0, [], num_steps
-    hidden = None if self._is_first else True  # None: hidden where there is no terminal
-    self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=hidden)
+    disable = None if self._is_first else True  # None: hidden without a terminal
+    self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=disable)
     if self._is_first:
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
@@ -62,19 +59,10 @@ class Reporter(contextlib.AbstractContextManager):
     if self._is_first:
       self._losses.write(np.array([loss], "<f4").tobytes())
 
-  def median(self, num_steps: int) -> tuple[float, int]:
-    """The median of the known losses of the last steps, and their number."""
-    if not self._is_first:
-      return math.nan, 0
-    self._losses.seek(-4 * num_steps, os.SEEK_END)
-    losses = np.frombuffer(self._losses.read(), "<f4").astype(np.float64)
-    known = losses[~np.isnan(losses)]
-    return float(np.median(known)), len(known)
-
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
     """Writes scores of a split at a step to the files; a `UserError` if their folder is gone."""
     self.check_there()
-    curves = {name: x for name, x in scores.items() if name not in _NO_CURVES}
+    curves = {name: x for name, x in scores.items() if name != _COUNT}
     self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
     if not self._is_first:
       return
@@ -83,9 +71,9 @@ class Reporter(contextlib.AbstractContextManager):
     self._file.flush()
     if self._bar.disable and "loss" in scores:
       speed = scores.get("tokens_per_second", math.nan)
-      shown = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
-      loss = f"loss {scores['loss']:.4f}{shown}"
-      print(f"step {step:,} of {self._num_steps:,}: {loss}", file=sys.stderr, flush=True)
+      speed = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
+      text = f"step {step:,} of {self._num_steps:,}: loss {scores['loss']:.4f}{speed}"
+      print(text, file=sys.stderr, flush=True)
     for name, value in curves.items():
       if math.isfinite(value):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
@@ -109,24 +97,24 @@ class Reporter(contextlib.AbstractContextManager):
 def _import_writer():
   """The `SummaryWriter` of tensorboardX, without PyTorch, which it imports and does not need."""
   modules: dict[str, Any] = sys.modules
-  is_there = "torch" in modules
-  modules.setdefault("torch", None)  # An import then says that there is none.
+  is_imported = "torch" in modules
+  modules.setdefault("torch", None)  # An import then raises an ImportError.
   try:
     from tensorboardX import SummaryWriter
 
     return SummaryWriter
   finally:
-    if not is_there:
+    if not is_imported:
       del modules["torch"]
 
 
 def _open_losses(path: Path, step: int):
   """The file with the losses of `step` updates, unbuffered: they outlive a kill."""
   file = files.open_plain(path, "r+b" if path.exists() else "w+b", buffering=0)
-  known = file.seek(0, os.SEEK_END) // 4
-  file.truncate(4 * min(known, step))
+  count = file.seek(0, os.SEEK_END) // 4
+  file.truncate(4 * min(count, step))
   file.seek(0, os.SEEK_END)
-  file.write(np.full(max(0, step - known), math.nan, "<f4").tobytes())
+  file.write(np.full(max(0, step - count), math.nan, "<f4").tobytes())
   return file
 
 
@@ -135,13 +123,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
   if path.exists():
     with files.open_plain(path) as file:
       lines = file.read().split(b"\n")
-  known = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
-  if damaged := [line for line, found in known if found is None]:
+  pairs = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
+  if damaged := [line for line, line_step in pairs if line_step is None]:
     with files.open_plain(path.with_name(path.name + ".damaged"), "ab") as file:
       file.writelines(damaged)
-  kept = [line for line, found in known if found is not None and found <= step]
   with files.replacing_file(path) as file:
-    file.writelines(kept)
+    file.writelines(line for line, line_step in pairs if line_step in range(step + 1))
 
 
 def _step_of(line: bytes) -> int | None:
@@ -153,35 +140,34 @@ def _step_of(line: bytes) -> int | None:
   return step if isinstance(step, int) else None
 
 
-@dataclasses.dataclass
-class Meter:
-  """Reads the metrics of a step while the next one runs; reports means and medians.
+class MetricsReader:
+  """Reads the metrics of a step while the next one runs, and reports means.
 
   The time of a step is that between the readings of the previous step and its own, or, after an
   evaluation or a checkpoint, with no step running, that since `start`.
+
+  Attributes:
+    mean: of the losses since the last report.
+    tokens_seen: the targets that counted, since the beginning of the run.
   """
 
-  reporter: Reporter
-  log_every: int
-  median_every: int
-  places_each: int  # of a batch, with padding
-  utilisation: Utilisation | None
-  tokens_seen: int  # the targets that counted, since the beginning of the run
-  mean: float = math.nan  # of the losses since the report before
-  _pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
-  _since: float = 0.0
+  def __init__(self, reporter: Reporter, log_every: int, tokens_seen: int):
+    self._reporter, self._log_every, self.tokens_seen = reporter, log_every, tokens_seen
+    self.mean, self._start_time = math.nan, 0.0
+    self._pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
+    self._clear()
 
-  def __post_init__(self):
+  def _clear(self) -> None:
     self._losses, self._sums = [], {}
-    self._seconds, self._num_timed, self._tokens_timed = 0.0, 0, 0
+    self._seconds, self._timed_tokens = 0.0, 0
 
   def start(self) -> None:
     """Marks the beginning of a step."""
     if self._pending is None:
-      self._since = time.perf_counter()
+      self._start_time = time.perf_counter()
 
   def read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None = None) -> None:
-    """Reads the step taken before, and takes another: number, metrics, whether it is timed.
+    """Reads the step taken before, and takes another: its number, metrics, whether it is timed.
 
     Raises:
       NonFiniteError: the loss or the gradient of the step before is not finite.
@@ -189,43 +175,35 @@ class Meter:
     previous, self._pending = self._pending, pending
     if previous is None:
       return
-    step, measured, is_timed = previous
-    values = {name: float(value) for name, value in jax.device_get(measured).items()}
+    step, metrics_of_step, is_timed = previous
+    values = {name: float(value) for name, value in jax.device_get(metrics_of_step).items()}
     now, tokens = time.perf_counter(), round(values["count"])
     if is_timed:
-      self._seconds += now - self._since
-      self._num_timed += 1
-      self._tokens_timed += tokens
-    self._since = now
+      self._seconds += now - self._start_time
+      self._timed_tokens += tokens
+    self._start_time = now
     self.tokens_seen += tokens
     for name in ("loss", "grad_norm"):
       if not math.isfinite(values[name]):
         raise NonFiniteError(
           f"Step {step}: expected a finite {name}, got {values[name]}. The checkpoints are from "
           "before it. A lower train.learning_rate, a warm-up or a tighter "
-          "train.clip_norm may help, in a new workdir."
+          "train.grad_clip_norm may help, in a new workdir."
         )
     loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
     rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
     self._losses.append(loss)
     self._sums = metrics.add(self._sums, values)
     self.mean = sum(self._losses) / len(self._losses)
-    self.reporter.advance(loss)
-    if step % self.log_every == 0:
+    self._reporter.advance(loss)
+    if step % self._log_every == 0:
       scores = {
         "loss": self.mean,
-        "mean_over_steps": len(self._losses),  # Fewer than usual after a resume.
+        _COUNT: len(self._losses),  # fewer after a resume
         "grad_norm": grad_norm,
         **rate,
         "tokens_seen": self.tokens_seen,
-        "tokens_per_second": self._tokens_timed / (self._seconds or math.nan),
+        "tokens_per_second": self._timed_tokens / (self._seconds or math.nan),
       }
-      boundaries = metrics.boundary_scores(self._sums)
-      if self.utilisation is not None:  # Padding takes as many operations as tokens.
-        speed = self.places_each * self._num_timed / (self._seconds or math.nan)
-        scores |= self.utilisation.scores(speed, boundaries)
-      self.reporter.report(step, "train", scores | boundaries)
-      self.__post_init__()
-    if step % self.median_every == 0:
-      median, known = self.reporter.median(self.median_every)
-      self.reporter.report(step, "train", {"median_loss": median, "median_over_steps": known})
+      self._reporter.report(step, "train", scores | metrics.boundary_scores(self._sums))
+      self._clear()

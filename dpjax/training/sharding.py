@@ -1,5 +1,6 @@
 """The layout of a run on its devices: one axis that divides the batch."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dpjax.errors import UserError
-from dpjax.ops.platforms import AXIS
+from dpjax.ops.placement import AXIS
 
 
 def make_mesh(devices: Sequence | None = None) -> Mesh:
@@ -19,41 +20,48 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
 def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
   """The sharding of each array (or shape) of a train state.
 
-  With `parameters` "replicated", every device holds all; with "sharded", an array is divided
+  With `parameters` "replicated", every device holds all; with "fsdp", an array is divided
   along its longest axis that the number of devices divides, or replicated if it has none.
   """
 
-  def place(leaf) -> NamedSharding:
+  def sharding_of(leaf) -> NamedSharding:
     divisible = [size for size in leaf.shape if size and size % mesh.size == 0]
-    if parameters != "sharded" or not divisible:
+    if parameters != "fsdp" or not divisible:
       return NamedSharding(mesh, PartitionSpec())
     axis = leaf.shape.index(max(divisible))
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
-  return jax.tree.map(place, state)
+  return jax.tree.map(sharding_of, state)
 
 
-def check_rows(batch_size: int, accumulate_steps: int = 1, devices: int | None = None) -> None:
+def check_rows(batch_size: int, grad_accum_steps: int = 1, devices: int | None = None) -> None:
   """Raises a `UserError` if a batch, or a part of it, does not divide over the devices (JAX's)."""
   devices = devices or jax.device_count()
-  if batch_size % (devices * accumulate_steps):
+  if batch_size % (devices * grad_accum_steps):
     raise UserError(
-      f"train.batch_size: expected a multiple of {devices * accumulate_steps} ({devices} "
-      f"devices x {accumulate_steps} accumulated parts), got {batch_size}"
+      f"train.batch_size: expected a multiple of {devices * grad_accum_steps} ({devices} "
+      f"devices x {grad_accum_steps} accumulated parts), got {batch_size}"
     )
 
 
 def process_rows(batch_size: int) -> slice:
   """The rows of a batch that this process feeds."""
-  each = batch_size // jax.process_count()
-  return slice(jax.process_index() * each, (jax.process_index() + 1) * each)
+  num_rows = batch_size // jax.process_count()
+  return slice(jax.process_index() * num_rows, (jax.process_index() + 1) * num_rows)
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-  """Puts this process's rows on its devices, as a part of the whole batch."""
+  """Puts this process's rows on its devices, as a part of the batch."""
   sharding = NamedSharding(mesh, PartitionSpec(AXIS))
   if jax.process_count() == 1:
     return jax.device_put(dict(batch), sharding)
   return {
     name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
   }
+
+
+def machine_memory() -> int:
+  """The bytes of this machine's memory; 0 if the system does not report it."""
+  if not hasattr(os, "sysconf"):
+    return 0
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

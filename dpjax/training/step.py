@@ -18,7 +18,7 @@ from dpjax.training import losses, sharding
 from dpjax.training import optimizer as optimizers
 
 Batch = dict[str, jax.Array]
-_TOKENS_ALONE = losses.Objective()
+_TOKENS_ONLY = losses.Objective()
 
 
 class TrainState(struct.PyTreeNode):
@@ -64,11 +64,11 @@ def init_state(
 def train_step(
   model: nn.Module,
   optimizer: optax.GradientTransformation,
-  accumulate_steps: int,
+  grad_accum_steps: int,
   state: TrainState,
   batch: Batch,
   *,
-  objective: losses.Objective = _TOKENS_ALONE,
+  objective: losses.Objective = _TOKENS_ONLY,
   capacity: int | None = None,
   ema_decay: float = 0.0,
   learning_rate: optax.Schedule | None = None,
@@ -76,7 +76,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Makes one update with the mean loss of the batch's tokens.
 
-  The batch is processed in A = `accumulate_steps` sequential parts, and the summed gradients are
+  The batch is processed in A = `grad_accum_steps` sequential parts, and the summed gradients are
   divided by the summed weights. If the loss of the boundaries is not a sum over rows
   (`losses.Objective.counts`), a pass without gradients first counts the boundaries of all parts.
   Except for rounding, dropout and drawn boundaries, the result equals that of A = 1.
@@ -84,7 +84,7 @@ def train_step(
   Args:
     model: takes [B, T] tokens, `deterministic` and the random stream "dropout".
     optimizer: from `dpjax.training.optimizer`.
-    accumulate_steps: A, a divisor of B.
+    grad_accum_steps: A, a divisor of B.
     state: the state before the update.
     batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
       rows of several documents also "document_starts", [B, T], 1 at the first token of each.
@@ -100,7 +100,7 @@ def train_step(
     if given, and the objective's sums.
   """
   with ops.product_dtype(products):
-    grads, sums = _summed_gradient(model, accumulate_steps, state, batch, objective, capacity)
+    grads, sums = _summed_gradient(model, grad_accum_steps, state, batch, objective, capacity)
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
   value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
@@ -116,7 +116,7 @@ def train_step(
   return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
 
 
-def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objective, capacity):
+def _summed_gradient(model, grad_accum_steps: int, state, batch: Batch, objective, capacity):
   """The gradient of the loss, summed over the targets, and the objective's sums."""
   key = jax.random.fold_in(state.key, state.step)
 
@@ -127,21 +127,21 @@ def _summed_gradient(model, accumulate_steps: int, state, batch: Batch, objectiv
     return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
   gradient = jax.grad(total, has_aux=True)
-  if accumulate_steps == 1:
+  if grad_accum_steps == 1:
     return gradient(state.params, batch, key)
   # Row b goes to part b % A, so that each part lies on all devices.
   parts = jax.tree.map(
-    lambda x: jnp.moveaxis(x.reshape(-1, accumulate_steps, *x.shape[1:]), 1, 0), batch
+    lambda x: jnp.moveaxis(x.reshape(-1, grad_accum_steps, *x.shape[1:]), 1, 0), batch
   )
-  keys, counts = jax.random.split(key, accumulate_steps), None
+  keys, counts = jax.random.split(key, grad_accum_steps), None
   if objective.counts:
 
     def count_part(_, part_and_key):
       _, sums = total(state.params, *part_and_key)
       return None, {name: sums[name] for name in objective.counts}
 
-    _, of_parts = jax.lax.scan(count_part, None, (parts, keys))
-    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_parts)
+    _, counts_of_parts = jax.lax.scan(count_part, None, (parts, keys))
+    counts = jax.tree.map(lambda x: jnp.sum(x, axis=0), counts_of_parts)
   shapes = jax.eval_shape(gradient, state.params, *jax.tree.map(lambda x: x[0], (parts, keys)))
   zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -169,11 +169,14 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
 def _apply(
   model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
 ) -> Any:
-  """The model's output for a batch; other models need not know capacities and documents."""
-  known: dict[str, Any] = dict(deterministic=deterministic, rngs={"dropout": key})
-  known |= {} if capacity is None else {"capacity": capacity}
-  known |= {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
-  return model.apply({"params": params}, batch["tokens"], **known)
+  """The model's output for a batch; models of users need not take capacities and documents."""
+  inputs: dict[str, Any] = {name: batch[name] for name in ("document_starts",) if name in batch}
+  if capacity is not None:
+    inputs["capacity"] = capacity
+  rngs = {"dropout": key}
+  return model.apply(
+    {"params": params}, batch["tokens"], deterministic=deterministic, rngs=rngs, **inputs
+  )
 
 
 def _output_layer(model: nn.Module, params: Any) -> Any:
@@ -187,14 +190,14 @@ def jit_train_step(
   state_shardings,
   mesh: Mesh,
   *,
-  accumulate_steps: int = 1,
+  grad_accum_steps: int = 1,
   **settings: Any,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
   """`train_step`, compiled for a mesh: (state, batch, capacity=None).
 
   The input state is donated. Each capacity is compiled separately.
   """
-  step = functools.partial(train_step, model, optimizer, accumulate_steps, **settings)
+  step = functools.partial(train_step, model, optimizer, grad_accum_steps, **settings)
   return jax.jit(
     _on_mesh(step, mesh),
     donate_argnums=0,
@@ -204,11 +207,11 @@ def jit_train_step(
 
 
 def jit_eval_step(
-  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ALONE
+  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ONLY
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
-  What a model draws in evaluation depends on the batch's index and shape alone.
+  What a model draws in evaluation depends only on the batch's index and shape.
   """
 
   def step(params, batch, index, capacity=None):
@@ -221,7 +224,7 @@ def jit_eval_step(
 
 
 def _on_mesh(function: Callable, mesh: Mesh) -> Callable:
-  """The function, told of the devices that it is compiled for."""
+  """The function, traced under a mesh."""
 
   @functools.wraps(function)
   def run(*args, **kwargs):
@@ -241,9 +244,9 @@ def abstract_state(
 ) -> TrainState:
   """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
   shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
-  places = sharding.state_sharding(shapes, mesh, parameters)
+  shardings = sharding.state_sharding(shapes, mesh, parameters)
   return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    lambda x, each: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=each), shapes, shardings
   )
 
 
@@ -251,6 +254,6 @@ def jit_init(
   model: nn.Module, optimizer: optax.GradientTransformation, seed: int, abstract: TrainState
 ) -> TrainState:
   """`init_state`, computed on the devices of `abstract_state`."""
-  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  make = functools.partial(init_state, model, optimizer, seed, abstract.average is not None)
-  return jax.jit(make, out_shardings=places)()
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+  init = functools.partial(init_state, model, optimizer, seed, abstract.average is not None)
+  return jax.jit(init, out_shardings=shardings)()

@@ -75,7 +75,7 @@ class DpjaxLM(LM):
       temperature=temperature,
       top_k=settings.get("top_k", 0),
       top_p=settings.get("top_p", 1.0),
-      beyond_window="slide",
+      overflow="slide",
     ):
       text += piece.text
       if any(stop in text for stop in until):

@@ -18,7 +18,7 @@ def get_config(variant: str = ""):
   model.width = 64
   model.feed_forward_width = 128
   model.max_length = 128
-  model.norm = "pre"
+  model.norm_position = "pre"
   if variant == "hourglass":
     model.boundaries = dpjax.config.boundaries("whitespace")
     model.num_layers = model.first.num_layers = model.last.num_layers = 1

@@ -20,7 +20,7 @@ import step  # noqa: E402
 import torch_models  # noqa: E402
 
 SMALL = dict(vocab_size=13, num_layers=2, width=6, feed_forward_width=10, max_length=11)
-PRE = dict(norm="pre", positions="learned", init_std=0.01)
+PRE = dict(norm_position="pre", positions="learned", init_std=0.01)
 RELATIVE = dict(mixer=dict(name="relative_attention", num_heads=3), positions="none")
 RELATIVE |= dict(activation="gelu", init_std=0.02, norm_init_std=0.02)
 POOLED = RELATIVE | dict(first=dict(num_layers=1), last=dict(num_layers=3))
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
   "relative": RELATIVE,
   "fixed": POOLED | dict(boundaries=dict(name="fixed", shortening_factor=3)),
   "whitespace": POOLED
-  | dict(boundaries=dict(name="whitespace", space_ids=(0, 7, 5), num_capacities=2)),
+  | dict(boundaries=dict(name="whitespace", space_ids=(0, 7, 5), num_buckets=2)),
   **{name: dict(mixer=dict(name=name), **PRE) for name in ("she", "he", "we", "me")},
 }
 EXTRACTIONS = dict.fromkeys(step.FORMS, ("sum", "convolution", "fft"))

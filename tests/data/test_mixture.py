@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dpjax.data.batches import DocumentStarts
+from dpjax.data.corpus import load_corpus
 from dpjax.data.mixture import MixedWindows, parse
-from dpjax.data.text import load_corpus
 from dpjax.data.tokens import tokenize
 from dpjax.errors import UserError
 
@@ -164,7 +164,7 @@ def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   corpus = load_corpus(
     mixture="four.txt=1,three.jsonl=1", separator="--", documents="isolated", **given
   )
-  four, three = ([*map("".join, x.documents())] for x in corpus.splits["train"].texts)
+  four, three = ([*x] for x in corpus.splits["train"].texts)
   assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}
   for sources, setting in (("one.txt=1,four.txt=1", given), ("two.jsonl=1", {"separator": "--"})):
     name = [*setting][-1]

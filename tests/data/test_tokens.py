@@ -1,7 +1,12 @@
-"""Tokens, boundaries and counts are those of the whole text; damage and changes are named."""
+"""Tokens, documents, boundaries and counts of a text; resuming; damage and changes are named."""
 
+import contextlib
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -9,23 +14,21 @@ import pytest
 
 from dpjax import files
 from dpjax.data import corpus as corpus_lib
-from dpjax.data import encoding
 from dpjax.data import tokens as tokens_lib
-from dpjax.data.corpus import SPLITS, Chunks, Corpus
-from dpjax.data.encoding import Encoder, count_text, map_in_order
-from dpjax.data.text import load_corpus
-from dpjax.data.tokens import open_tokens, tokenize
+from dpjax.data.corpus import SPLITS, Corpus, Text, load_corpus
+from dpjax.data.tokens import Encoder, count_text, encode_text, open_tokens, tokenize
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
 from dpjax.text.tokens import train_tokenizer
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
+from tests import helpers
 
 TEXTS = {
   "train": "one  two\r\nthree\u2003four \u00e9\n\n five" * 31,
   "valid": "one two\r\n\r\nthree",
   "test": " \nfour\n",
 }
-UNIGRAM = Unigram(1, size=18)
+UNIGRAM = Unigram(1, size=18).text_boundaries
 
 
 def write(folder, texts):
@@ -66,15 +69,15 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
 
 
 @pytest.mark.parametrize("kind, size", [("bpe", 290), ("sentencepiece_unigram", 278)])
-def test_subwords_do_not_depend_on_the_parts(monkeypatch, kind, size):
+def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, kind, size):
   text = "one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23
+  (tmp_path / "a.txt").write_bytes(text.encode())
   encoder = Encoder(train_tokenizer(kind, [text], vocab_size=size))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53):
     monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
-    groups = encoder.groups(Chunks.whole(text.encode(), ""))
-    found = [encoder(part)[0] for group in groups for part, _ in group]
-    assert len(found) > 20 and np.concatenate(found).tolist() == expected
+    parts = [encoder(part)[0] for part in Text(tmp_path / "a.txt", 0, len(text.encode()))]
+    assert len(parts) > 20 and np.concatenate(parts).tolist() == expected
 
 
 def test_counts_do_not_depend_on_the_parts():
@@ -84,25 +87,6 @@ def test_counts_do_not_depend_on_the_parts():
   for first in range(len(text)):
     for second in range(first, len(text)):
       assert count_text([text[:first], text[first:second], text[second:]]) == whole
-
-
-def test_parts_stay_in_order_and_few_are_held():
-  taken, done = [], []
-
-  def parts():
-    for i in range(97):
-      taken.append(i)
-      assert len(taken) - len(done) < 6
-      yield i
-
-  def work(i):
-    time.sleep(0.002 * (i % 3))
-    return -i
-
-  for part, result in map_in_order(work, parts(), 3):
-    done.append(result)
-    assert part == -result
-  assert done == [-i for i in range(97)]
 
 
 @pytest.mark.parametrize("extra, dtype", [(0, np.uint16), (1, np.int32)])
@@ -223,10 +207,10 @@ def test_a_changed_file_is_found_when_it_is_checked(made, name):
   open_tokens(made).check()
 
 
-@pytest.mark.parametrize("chunk_bytes", [11, 2**20])
+@pytest.mark.parametrize("chunk_bytes", [17, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)  # 11: words are cut
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
@@ -245,9 +229,9 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
 @pytest.mark.parametrize(
   "kind, boundaries, message",
   [
-    ("bytes", Unigram(1, file="none.model"), "model.boundaries.file: .*none.model"),
-    ("bytes", Unigram(1, size=1000), "model.boundaries.size: expected at most "),
-    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes with Unigram .*, got bpe"),
+    ("bytes", Unigram(1, file="none.model").text_boundaries, "model.boundaries.file: .*none.model"),
+    ("bytes", Unigram(1, size=1000).text_boundaries, "model.boundaries.size: expected at most "),
+    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes with .*, got bpe"),
   ],
 )
 def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus, kind, boundaries, message):
@@ -266,8 +250,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, corpus):
     patch.setattr(files, "write_json", fail)
     with pytest.raises(UserError, match="data.data_dir: .*No space left"):
       tokenize(corpus, tmp_path / "tokens", "bytes")
-  assert [path.name for path in tmp_path.glob("tokens*")] == ["tokens.lock"]
+  assert not (tmp_path / "tokens").exists() and not (tmp_path / "tokens.partial").exists()
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
+  assert sorted(path.name for path in tmp_path.glob("tokens*")) == ["tokens", "tokens.lock"]
   assert bytes(tokens.splits["train"].astype(np.uint8)) == TEXTS["train"].encode()
   assert sorted(path.name for path in tokens.folder.iterdir()) == [
     *("data.json", "test.bin", "tokenizer.json", "train.bin", "valid.bin")
@@ -275,6 +260,220 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, corpus):
 
 
 def test_without_a_terminal_there_is_no_bar(corpus, monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(encoding, "LARGE_BYTES", 1)
+  monkeypatch.setattr(tokens_lib, "LARGE_BYTES", 1)
   tokenize(corpus, tmp_path / "tokens", "characters")
   assert capsys.readouterr() == ("", "")
+
+
+# Of different lengths; some begin with white space or are one letter.
+DOCUMENTS = [
+  *("one two\n", "  three four five\n", "s\n", "six\n\n", "\n seven \u00e9ight\n", "nine\nten\n"),
+  *("eleven twelve thirteen\n", "\u4e00\u4e8c\n", "fourteen\n", "a b c d e\n", "fifteen\n", "x\n"),
+]
+
+
+def write_records(path, texts):
+  path.write_text("\n".join(json.dumps({"text": x}) for x in texts))
+  return path
+
+
+@pytest.mark.parametrize(
+  "kind, size, chunk_bytes",
+  [
+    *(("characters", 0, 7), ("bytes", 0, 2**20), ("bpe", 270, 29)),
+    *(("sentencepiece_bpe", 290, 29), ("wordpiece", 67, 29)),
+  ],
+)
+def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk_bytes):
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  texts = {"train": DOCUMENTS * 7, "valid": DOCUMENTS[3:], "test": DOCUMENTS[:4]}
+  for split, content in texts.items():
+    write_records(folder / f"{split}.jsonl", content)
+  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, vocab_size=size)
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
+  for split, content in texts.items():
+    begins, tokens = data.documents[split], data.splits[split]
+    assert begins.dtype == np.int64 and isinstance(begins, np.memmap)
+    alone = [tokenizer.encode(text).tolist() for text in content]
+    assert [x.tolist() for x in np.split(tokens, begins[1:])] == alone
+    assert data.counts[split]["documents"] == len(begins)
+    text = "".join(content)
+    assert data.counts[split]["characters"] == len(text)
+    assert data.counts[split]["words"] == len(text.split()) + text.count("\n")
+  data.check()
+
+
+def test_a_document_without_tokens_is_none(tmp_path):
+  texts = ["  \n", "b\n", "  \n a b\n", "a\n", "   "]
+  (tmp_path / "vocab.txt").write_text("[UNK]\na\nb\n")
+  write_records(tmp_path / "a.jsonl", texts)
+  text = load_corpus(path=tmp_path / "a.jsonl", data_dir=tmp_path, split_fractions=(0.4, 0.4, 0.2))
+  train = text.splits["train"]
+  full = Text(train.path, 0, train.path.stat().st_size, train.offsets)
+  assert [*full] == [*texts[:-1], "   \n"]
+
+  class Letters(tokens_lib.Tokenizer):
+    kind, start_id, lossless, vocab_size = "characters", 0, False, 3
+    decode = from_fields = None
+
+    def _encode(self, text):
+      return np.array([" ab".index(x) for x in text if x in "ab"], np.int32)
+
+  result = encode_text(full, Encoder(Letters()), tmp_path, "train", tmp_path)
+  assert np.fromfile(tmp_path / "train.bin", np.uint16).tolist() == [2, 1, 2, 1]
+  assert np.fromfile(tmp_path / "train.documents.bin", np.int64).tolist() == [0, 1, 3]
+  assert (result["tokens"], result["documents"]) == (4, 3)
+
+
+def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
+  (tmp_path / "b.txt").write_text("--\n".join(DOCUMENTS * 9), encoding="utf-8")
+  plain, joined, isolated = (
+    tokenize(
+      load_corpus(path=tmp_path / "b.txt", **settings), tmp_path / "tokens", "bytes", shared=True
+    )
+    for settings in ({}, dict(separator="--"), dict(separator="--", documents="isolated"))
+  )
+  assert plain.folder == joined.folder != isolated.folder
+  assert joined.documents is None and "documents" not in joined.counts["train"]
+  assert not [*joined.folder.glob("*.documents.bin")]
+  for split in SPLITS:
+    np.testing.assert_array_equal(joined.splits[split], isolated.splits[split])
+
+
+MANY = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 97)
+  monkeypatch.setattr(tokens_lib, "SHARD_SIZE", 1000)
+
+
+@pytest.fixture
+def records(tmp_path):
+  path = write_records(tmp_path / "texts.jsonl", MANY)
+  return load_corpus(path=path, split_fractions=(0.6, 0.2, 0.2), data_dir=tmp_path)
+
+
+def content(folder):
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def stop_after(monkeypatch, number, encoded, error=KeyboardInterrupt):
+  """Lets the encoding of a part fail, after some."""
+
+  def encode(self, part):
+    if len(encoded) >= number:
+      raise error("stopped")
+    encoded.append(part)
+    return call(self, part)
+
+  call = Encoder.__call__
+  monkeypatch.setattr(Encoder, "__call__", encode)
+
+
+@pytest.mark.parametrize(
+  "kind, boundaries",
+  [("bpe", None), ("characters", Unigram(1, size=27).text_boundaries)],
+  ids=["bpe", "unigram"],
+)
+def test_it_resumes_where_it_was_stopped(
+  tmp_path, records, small_shards, monkeypatch, kind, boundaries
+):
+  options = dict(boundaries=boundaries, vocab_size=300)
+  all_parts = []
+  with monkeypatch.context() as patch:
+    stop_after(patch, 10**6, all_parts)
+    tokenize(records, tmp_path / "once", kind, **options)
+  train = tokens_lib._train
+  for i in range(50):  # Any two runs are stopped in other shards.
+    with monkeypatch.context() as patch:
+      stop_after(patch, 57, [])
+      # The vocabulary is kept, too.
+      patch.setattr(tokens_lib, "_train", train if i == 0 else lambda *_: 1 / 0)
+      with contextlib.suppress(KeyboardInterrupt):
+        tokenize(records, tmp_path / "parts", kind, **options)
+        break
+    assert [*(tmp_path / "parts.shards").glob("*.npz")] and not (tmp_path / "parts").exists()
+  assert 5 < i < 49 and len(all_parts) > 300
+  assert content(tmp_path / "parts") == content(tmp_path / "once")
+  assert not (tmp_path / "parts.partial").exists() and not (tmp_path / "parts.shards").exists()
+
+
+def test_another_text_begins_from_scratch(tmp_path, records, small_shards, monkeypatch):
+  folder = tmp_path / "tokens"
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    stop_after(patch, 150, [])
+    tokenize(records, folder, "bytes", boundaries=Unigram(1, size=27).text_boundaries)
+  # Of other settings, nothing is left over; of the same, the text may have changed nevertheless.
+  tokens = tokenize(records, folder, "bytes")
+  assert not (folder / "train.boundaries.bin").exists() and not (folder / "unigram.model").exists()
+  text = "".join(records.splits["train"])
+  assert tokens.tokenizer.decode(tokens.splits["train"]) == text
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    stop_after(patch, 150, [])
+    tokenize(records, tmp_path / "again", "bytes")
+  path = records.splits["train"].path
+  path.write_text(path.read_text().replace("Text 7 ", "Text 8 "))
+  tokens = tokenize(records, tmp_path / "again", "bytes")
+  assert tokens.tokenizer.decode(tokens.splits["train"]) == text.replace("Text 7 ", "Text 8 ")
+
+
+def test_sources_and_documents_resume(tmp_path, records, small_shards, monkeypatch):
+  write_records(tmp_path / "other.jsonl", [x[::-1] for x in MANY])
+  mixture = f"{tmp_path}/texts.jsonl=1,{tmp_path}/other.jsonl=2"
+  mixed = load_corpus(mixture=mixture, documents="isolated", data_dir=tmp_path)
+  once = tokenize(mixed, tmp_path / "once", "bytes")
+  for i in (200, 250):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+      stop_after(patch, i, [])
+      tokenize(mixed, tmp_path / "parts", "bytes")
+  parts = tokenize(mixed, tmp_path / "parts", "bytes")
+  assert parts.counts == once.counts and content(parts.folder) == content(once.folder)
+  assert np.all(np.diff(parts.documents["train"]) > 0)
+
+
+SCRIPT = """
+import resource, sys
+from dpjax.data import tokens as tokens_lib
+from dpjax.data.corpus import load_corpus
+tokens_lib.SHARD_SIZE = 2**22
+begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+corpus = load_corpus(path=sys.argv[1], data_dir=sys.argv[3])
+tokens = tokens_lib.tokenize(corpus, sys.argv[2], "bytes")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin, tokens.counts["train"]["sha256"])
+"""
+
+
+def run(*arguments):
+  command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
+  return subprocess.Popen(command, cwd=helpers.ROOT, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_followed_by_another_in_little_memory(tmp_path):
+  path, line = tmp_path / "big.jsonl", json.dumps({"text": "A line of some words. " * 40}) + "\n"
+  with path.open("w") as file:
+    for i in range(200):
+      file.write(line.replace("some", f"{i}") * 1000)
+  size = path.stat().st_size / 1024
+  shards = tmp_path / "tokens.shards"
+  process = run(path, tmp_path / "tokens", tmp_path)
+  while len([*shards.glob("train-*.npz")]) < 5:
+    assert process.poll() is None
+    time.sleep(0.01)
+  os.kill(process.pid, signal.SIGKILL)
+  process.wait()
+  before = {x: x.stat().st_ino for x in shards.glob("*.npz")}
+  process = run(path, tmp_path / "tokens", tmp_path)
+  while len([*shards.glob("train-*.npz")]) < 9:
+    assert process.poll() is None
+    time.sleep(0.01)
+  assert before.items() <= {x: x.stat().st_ino for x in shards.glob("*.npz")}.items()
+  grown, digest = process.communicate()[0].split()
+  again, expected = run(path, tmp_path / "once", tmp_path).communicate()[0].split()
+  assert digest == expected and content(tmp_path / "tokens") == content(tmp_path / "once")
+  # Of a mapped file, all would count.
+  assert max(int(grown), int(again)) < size / 2

@@ -100,7 +100,7 @@ def test_the_layer_alone_and_its_level_dropout(case, implementation):
 def test_six_updates():
   golden = helpers.golden("J_train_dispatcher")
   config, params = from_torch(helpers.part(golden, "param/"), max_length=16)
-  helpers.check_updates(golden, config, params, eps=1e-10, clip_norm=0.5)
+  helpers.check_updates(golden, config, params, eps=1e-10, grad_clip_norm=0.5)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_refusals_name_what_is_wrong(dispatcher_state, attention_state):
 
 
 @pytest.mark.parametrize(
-  "changes", [dict(norm="pre"), dict(activation="gelu"), dict(mixer="we")], ids=str
+  "changes", [dict(norm_position="pre"), dict(activation="gelu"), dict(mixer="we")], ids=str
 )
 def test_other_models_keep_their_names(changes):
   usual = dict(mixer=dpjax.config.mixer("dispatcher"), positions="sinusoidal", activation="relu")

@@ -66,11 +66,11 @@ def test_the_model_its_loss_and_every_gradient(case):
   config, params = convert(helpers.part(golden, "param/"), case)
   of_case = {
     "unigram": dict(double_sigmoid=True),
-    "entropy": dict(double_sigmoid=True, left=2, num_capacities=3),
+    "entropy": dict(double_sigmoid=True, left=2, num_buckets=3),
     "gumbel": dict(prior=0.2, space_ids=(0,)),
   }
   if case not in ("none", "fixed"):
-    config.boundaries.num_capacities = 1
+    config.boundaries.num_buckets = 1
   config.boundaries.update(of_case.get(case, {}))
   model = dpjax.build_model(config)
   objective = losses.Objective(build_boundaries(config))
@@ -126,7 +126,7 @@ def test_the_model_its_loss_and_every_gradient(case):
 def test_six_updates():
   golden = helpers.golden("J_train_hourglass_fixed")
   config, params = convert(helpers.part(golden, "param/"), "fixed")
-  helpers.check_updates(golden, config, params, eps=1e-8, clip_norm=0.25)
+  helpers.check_updates(golden, config, params, eps=1e-8, grad_clip_norm=0.25)
 
 
 def test_settings():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax.layers import blocks
+from dpjax import layers
+from dpjax.layers import block as block_lib
 from tests.reference import transformer
 
 BATCH, LENGTH, WIDTH, HIDDEN = 2, 5, 6, 11
@@ -25,9 +26,10 @@ def draw(shape, seed=0, scale=1.0):
   return jnp.asarray(scale * normal, jnp.float32)
 
 
-def make(**settings):
+def make(activation="relu", **settings):
   """A block and normal parameters in the place of the initial ones."""
-  block = blocks.Block(lambda name: Mixer(name=name), HIDDEN, **settings)
+  parts = Mixer(), layers.FeedForward(HIDDEN, activation), layers.Norm(), layers.Norm()
+  block = layers.Block(*parts, **settings)
   shapes = jax.eval_shape(block.init, jax.random.key(0), draw((BATCH, LENGTH, WIDTH)))
   leaves, tree = jax.tree.flatten(shapes["params"])
   return block, jax.tree.unflatten(tree, [draw(x.shape, i) for i, x in enumerate(leaves)])
@@ -37,7 +39,7 @@ def make(**settings):
   "norm, activation, scale", [("post", "gelu", {}), ("pre", "relu", dict(scale=3.7))]
 )
 def test_block(norm, activation, scale):
-  block, params = make(norm=norm, activation=activation)
+  block, params = make(activation, is_pre_norm=norm == "pre")
   inputs = draw((BATCH, LENGTH, WIDTH), seed=17)
   exact_params = jax.tree.map(np.float64, params)
 
@@ -53,12 +55,12 @@ def test_gelu_is_by_erf():
   x = np.float32([-2, -0.5, 0, 0.5, 2])
   expected = [-0.04550026, -0.15426877, 0, 0.34573123, 1.9544997]
   # The approximation by tanh is off by 1e-4 at 0.5, and by 1e-3 at 2.
-  np.testing.assert_allclose(blocks.ACTIVATIONS["gelu"](x), expected, atol=2e-7)
+  np.testing.assert_allclose(block_lib.ACTIVATIONS["gelu"](x), expected, atol=2e-7)
 
 
 def test_each_branch_drops_features_of_its_own_before_they_are_added():
   # Biases of the network's output alone: each branch is a known constant, or dropped.
-  block, params = make(norm="pre", dropout=0.5)
+  block, params = make(is_pre_norm=True, dropout=0.5)
   params = jax.tree.map(jnp.zeros_like, params)
   params["mixer_norm"]["bias"] = jnp.ones(WIDTH)
   params["feed_forward"]["out"]["bias"] = jnp.full(WIDTH, 100.0)

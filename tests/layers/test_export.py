@@ -24,7 +24,7 @@ def check(function, params, *inputs):
   jitted, platforms = jax.jit(function), ["cpu", "cuda", "tpu"]
   with pytest.MonkeyPatch.context() as patch:
     # Even where kernels could be compiled.
-    for place in ("shift_and_sum.has_triton", "shift_and_sum.has_libtpu", "attention.has_cuda"):
+    for place in ("shift_and_sum.has_triton", "attention.has_cuda"):
       module, name = place.split(".")
       patch.setattr(importlib.import_module(f"dpjax.ops.{module}"), name, lambda: True)
     exported = export.export(jitted, platforms=platforms)(params, *jax.tree.map(open_batch, inputs))
@@ -67,9 +67,9 @@ def test_every_layer(layer, fields, inputs):
 )
 def test_models(mixer, boundaries):
   kind = helpers.component(
-    dpjax.registry.boundaries, boundaries, num_capacities=2, space_ids=(2,), end_ids=(2,)
+    dpjax.config.registry.boundaries, boundaries, num_buckets=2, space_ids=(2,), end_ids=(2,)
   )
-  section = helpers.component(dpjax.registry.mixers, mixer, num_heads=3)
+  section = helpers.component(dpjax.config.registry.mixers, mixer, num_heads=3)
   model = dpjax.build_model(helpers.model_settings(section, kind))
   params = model.init(jax.random.key(0), TOKENS)
   check(lambda params, tokens: model.apply(params, tokens).logits, params, np.int32(TOKENS))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dpjax import layers
-from dpjax.layers.blocks import Norm
-from tests.ops.test_hostile_calls import NOTHING
+from tests.ops.test_arrays import NOTHING
 
 X, TOKENS, STARTS = np.full((2, 7, 6), 0.5, np.float32), np.full((2, 7), 3), np.eye(7, dtype=int)
 STARTS = STARTS[[0, 0]]
 HEADS = dict(num_heads=3, max_length=9)
+PARTS = ("mixer", "feed_forward", "mixer_norm", "feed_forward_norm")
 # The fields of every layer, besides those that it has by default, and its inputs.
 LAYERS = [
   (layers.Dispatcher, HEADS | dict(num_levels=2), dict(inputs=X, document_starts=STARTS)),
@@ -27,10 +27,11 @@ LAYERS = [
   (layers.FeedForward, dict(hidden_width=5, out_width=4), dict(inputs=X)),
   (
     layers.Block,
-    dict(make_mixer=lambda **names: layers.ME(9, **names), hidden_width=5),
+    dict(mixer=layers.ME(9), feed_forward=layers.FeedForward(5))
+    | dict(mixer_norm=layers.Norm(), feed_forward_norm=layers.Norm()),
     dict(inputs=X),
   ),
-  (Norm, dict(kind="layer_norm", dtype=jnp.float32), dict(x=X)),
+  (layers.Norm, {}, dict(x=X)),
   (
     layers.TokenAndPosition,
     dict(vocab_size=5, width=6, max_length=9),
@@ -46,7 +47,7 @@ LAYERS = [
   (layers.Routing, dict(width=6), dict(hidden=X, tokens=TOKENS, document_starts=STARTS)),
 ]
 # Fields that are no settings of the layer itself, and inputs that it does not read.
-FREE = ("parent", "name", "make_mixer", "file", "rate_schedule", "space_ids of Gumbel")
+FREE = ("parent", "name", *PARTS, "file", "target_schedule", "space_ids of Gumbel")
 FREE += ("space_ids of FlexiTokens", "inputs of Fixed")
 UNREAD = ("hidden of Whitespace", "hidden of SpaceByte", "tokens")
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import registry
-from dpjax.layers import attention, blocks, dispatcher, embeddings, extractors
+from dpjax.config import registry
+from dpjax.layers import attention, block, dispatcher, embeddings, extractors
 from dpjax.models.build import build_model
 from tests import helpers
 
@@ -54,7 +54,7 @@ def test_attention():
 
 
 def test_feed_forward():
-  params = init(blocks.FeedForward(HIDDEN))
+  params = init(block.FeedForward(HIDDEN))
   for name, fan_in in (("hidden", WIDTH), ("out", HIDDEN)):
     is_uniform(params[name]["kernel"], fan_in**-0.5)
     is_uniform(params[name]["bias"], fan_in**-0.5)
@@ -112,7 +112,7 @@ SIZES = dict(vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN)
 
 def test_a_model_of_normal_weights():
   settings = helpers.model_settings(
-    "he", norm="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
+    "he", norm_position="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
   )
   assert check_normal(settings, 0.03, 0)[1] == {"positions", "taps"}
 

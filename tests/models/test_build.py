@@ -5,7 +5,9 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import ops, registry
+from dpjax import layers, models, ops
+from dpjax.config import registry
+from dpjax.layers import attention
 from dpjax.models.build import build_boundaries
 from tests import helpers
 
@@ -15,80 +17,80 @@ def settings(mixer="dispatcher", boundaries="none", **changes):
   return helpers.model_settings(mixer, boundaries, **usual | changes)
 
 
-def check_attributes(component, expected):
-  assert {name: getattr(component, name) for name in expected} == expected
+BFLOAT16 = jnp.dtype("bfloat16")
+DRAWN = dict(init_std=0.4, dtype=BFLOAT16)
+# Of every model here; `norm` and `block` make the modules that they describe.
+SETTINGS = dict(
+  dtype="bfloat16", init_std=0.4, norm_init_std=0.5, use_bias=False, norm_position="pre"
+)
+SETTINGS |= dict(norm_type="rms_norm", norm_epsilon=1e-3, activation="swiglu")
+SETTINGS |= dict(dropout=0.1, hidden_dropout=0.2)
+OPTIONS = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
+OPTIONS |= dict(rotary_base=50.0, window=5, num_taps=4, adjustment=False, output_projection=False)
+
+
+def norm():
+  return layers.Norm("rms_norm", BFLOAT16, 0.5, False, 1e-3)
+
+
+def block(mixer, max_length=13, **options):
+  """A block as the settings above describe it."""
+  layer = registry.mixers.component(mixer)
+  if mixer == "relative_attention":
+    options["position_dropout"] = 0.1
+  feed_forward = layers.FeedForward(10, "swiglu", 0.2, use_bias=False, **DRAWN)
+  parts = layer(max_length=max_length, **options, **DRAWN), feed_forward, norm(), norm()
+  return layers.Block(*parts, is_pre_norm=True, dropout=0.1)
+
+
+def positions(num_heads):
+  return attention.SharedPositions(num_heads, 0.1, **DRAWN)
 
 
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_every_setting_arrives(mixer):
-  known = registry.mixers.settings(mixer)
-  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in known or mixer == "me" else ops.SHIFT_AND_SUM
-  other = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
-  other |= dict(rotary_base=50.0, window=5, num_taps=4)
-  other |= dict(adjustment=False, output_projection=False, implementation=next(iter(forms)))
-  own = {name: other[name] for name in known}
-  init = dict(init_std=0.4, norm_init_std=0.5)
-  modern = dict(norm_kind="rms_norm", use_bias=False)
-  shared = dict(norm="pre", activation="swiglu", dropout=0.1, hidden_dropout=0.2, **init, **modern)
-  layers = dict(num_layers=3, scan_layers=False, remat=True)
-  changes = dict(positions="learned", dtype="bfloat16", tie_embeddings=True, **shared, **layers)
-  model = dpjax.build_model(settings(config_lib.mixer(mixer, **own), **changes))
-  bfloat16 = dict(dtype=jnp.bfloat16)
-  sizes = dict(vocab_size=11, width=6, max_length=13, positions="learned", dropout=0.1)
-  sizes |= modern | dict(tie_embeddings=True, final_norm=True, make_hourglass=None)
-  check_attributes(model, sizes | init | bfloat16)
-  assert model.layers is not None
-  check_attributes(model.layers, layers)
-  has_positions = mixer == "relative_attention"
-  assert model.layers.has_positions == (model.make_positions is not None) == has_positions
-  if model.make_positions is not None:
-    positions = model.make_positions()
-    check_attributes(positions, dict(num_heads=3, dropout=0.1, init_std=0.4) | bfloat16)
-  check_attributes(model.layers.make_block(), dict(hidden_width=10) | shared | bfloat16)
-  (layer,) = model.layers.make_mixers()
-  assert type(layer) is registry.mixers.component(mixer)
-  check_attributes(layer, dict(max_length=13, init_std=0.4) | bfloat16 | own)
+  names = registry.mixers.settings(mixer)
+  forms = ops.CAUSAL_CONVOLUTION if "adjustment" in names or mixer == "me" else ops.SHIFT_AND_SUM
+  options = OPTIONS | dict(implementation=next(iter(forms)))
+  options = {name: options[name] for name in names}
+  changes = dict(positions="learned", tie_embeddings=True, remat=True, scan_layers=False)
+  config = settings(config_lib.mixer(mixer, **options), num_layers=3, **changes | SETTINGS)
+  assert dpjax.build_model(config) == models.LanguageModel(
+    *(11, 6, 13),
+    models.Stack(3, block(mixer, **options), remat=True, scan_layers=False),
+    relative_positions=positions(3) if mixer == "relative_attention" else None,
+    **dict(positions="learned", tie_embeddings=True, dropout=0.1, use_bias=False),
+    final_norm=norm(),
+    **DRAWN,
+  )
 
 
 @pytest.mark.parametrize(
-  "kind, own, filled",
+  "boundaries, options, derived",
   [
     ("fixed", dict(shortening_factor=5, offset=3, pooling="last"), {}),
-    ("whitespace", dict(space_ids=(4, 7), num_capacities=3, pooling="last"), {}),
-    (
-      "gumbel",
-      dict(temperature=0.7, sample=True),
-      dict(predictor_width=10, init_std=0.4, dtype=jnp.bfloat16),
-    ),
+    ("whitespace", dict(space_ids=(4, 7), num_buckets=3, pooling="last"), {}),
+    ("gumbel", dict(temperature=0.7, sample=True), dict(predictor_width=10, **DRAWN)),
   ],
 )
-def test_every_setting_of_the_pooling_arrives(kind, own, filled):
-  stacks = dict(
-    first=dict(num_layers=1, mixer=config_lib.mixer("dispatcher")),
-    last=dict(
-      num_layers=4, mixer=helpers.component(registry.mixers, "relative_attention", num_heads=2)
-    ),
+def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
+  last = dict(mixer=config_lib.mixer("relative_attention", num_heads=2), num_layers=4)
+  first = dict(mixer=config_lib.mixer("dispatcher"), num_layers=1)
+  kind = config_lib.boundaries(boundaries, **options)
+  config = settings("attention", kind, num_layers=3, first=first, last=last, **SETTINGS)
+  predictor = registry.boundaries.component(boundaries)(**options, **derived)
+  hourglass = models.Hourglass(
+    width=6,
+    first=models.Stack(1, block("dispatcher")),
+    middle=models.Stack(3, block("attention", 14, num_heads=2)),
+    last=models.Stack(4, block("relative_attention", num_heads=2)),
+    boundary_predictor=predictor,
+    middle_norm=norm(),
+    relative_positions=positions(2),
+    **DRAWN,
   )
-  init = dict(init_std=0.4, norm_init_std=0.5, dtype="bfloat16")
-  modern = dict(norm_kind="rms_norm", use_bias=False)
-  config = settings(
-    "attention", config_lib.boundaries(kind, **own), num_layers=3, **stacks, **init, **modern
-  )
-  model = dpjax.build_model(config)
-  assert model.layers is None and model.make_positions is None
-  built = model.make_hourglass()
-  check_attributes(built, dict(norm_init_std=0.5, dtype=jnp.bfloat16) | modern)
-  (boundaries,) = build_boundaries(config)
-  assert type(boundaries) is registry.boundaries.component(kind)
-  check_attributes(boundaries, own | filled)
-  stacks = (built.first, built.middle, built.last)
-  assert [stack.num_layers for stack in stacks] == [1, 3, 4]
-  assert [stack.has_positions for stack in stacks] == [False, False, True]
-  assert built.make_positions().num_heads == 2
-  layers = [layer for stack in stacks for layer in stack.make_mixers()]
-  names = ("dispatcher", "attention", "relative_attention")
-  assert [type(layer) for layer in layers] == [registry.mixers.component(x) for x in names]
-  assert [layer.max_length for layer in layers] == [13, 14, 13]
+  assert dpjax.build_model(config).hourglass == hourglass
+  assert build_boundaries(config) == (predictor,)
 
 
 def two_stages(outer=None, inner=None, **middle):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import ops, registry
-from dpjax.layers import extractors
+from dpjax.config import registry
 from tests import helpers
 
 BATCH, LENGTH, VOCAB = 3, 23, 11
@@ -36,7 +35,7 @@ def plain(name, **changes):
 
 def pooled(boundaries, middle="relative_attention", first=None, last=None, outer=1, **changes):
   """Settings of a pooled model; `boundaries` are a name and its settings."""
-  kind = helpers.component(registry.boundaries, **dict(num_capacities=2) | boundaries)
+  kind = helpers.component(registry.boundaries, **dict(num_buckets=2) | boundaries)
   stacks = {
     name: dict(num_layers=outer)
     | ({} if x is None else dict(mixer=mixer(x) if isinstance(x, str) else x))
@@ -47,8 +46,8 @@ def pooled(boundaries, middle="relative_attention", first=None, last=None, outer
 
 def modern():
   own = mixer("attention", use_bias=False, rotary_base=30.0)
-  frame = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-  return plain(own, width=8, norm="pre", positions="none", **frame)
+  frame = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+  return plain(own, width=8, norm_position="pre", positions="none", **frame)
 
 
 FIXED_0 = dict(name="fixed", shortening_factor=3, offset=0, pooling="last")
@@ -57,7 +56,7 @@ BYTES = dict(name="spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7))
 CASES = {
   "dispatcher": (plain("dispatcher"), "steps"),
   "modern": (modern(), "chunks"),
-  "we": (plain("we", positions="learned", norm="pre", scan_layers=False), "steps"),
+  "we": (plain("we", positions="learned", norm_position="pre", scan_layers=False), "steps"),
   "in turn": (
     plain(("we", mixer("relative_attention"), mixer("local_attention", window=3)), num_layers=4),
     "chunks",
@@ -82,7 +81,7 @@ CASES = {
     pooled(
       dict(name="unigram"),
       *("he", "dispatcher_multihead", "me"),
-      **dict(norm="pre", scan_layers=False, positions="learned"),
+      **dict(norm_position="pre", scan_layers=False, positions="learned"),
     ),
     "steps",
   ),
@@ -90,9 +89,11 @@ CASES = {
     pooled(dict(name="entropy", pooling="last"), first="she", last="dispatcher", outer=2),
     "steps",
   ),
-  "gumbel": (pooled(dict(name="gumbel", num_capacities=1, **IDS)), "steps"),
+  "gumbel": (pooled(dict(name="gumbel", num_buckets=1, **IDS)), "steps"),
+  "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
-DEFAULT = ("modern", "we", "whitespace", "in turn in the middle")
+DEFAULT = ("modern", "we", "whitespace", "routing", "in turn in the middle")
+SEEDS = {"gumbel": 2, "routing": 6}  # of parameters of which nothing is nearly a tie
 BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
@@ -109,8 +110,12 @@ def balance(params, output):
 def test_chunks_are_the_whole(case):
   config, schedule = CASES[case]
   model = dpjax.build_model(config)
-  # Draws of which nothing is nearly a tie.
-  params = helpers.draw_params(model, 2 if case == "gumbel" else 13, 1 / 2)
+  params = helpers.draw_params(model, SEEDS.get(case, 13), 1 / 2)
+  if case == "routing":
+    for name in ("mixer_norm", "feed_forward_norm"):
+      # Without a direction that all vectors have in common.
+      norm = params["hourglass"]["first"][name]
+      norm["bias"] = jnp.zeros_like(norm["bias"])
   whole = jax.jit(model.apply)
   balance(params, whole({"params": params}, TOKENS))
   expected = whole({"params": params}, TOKENS)
@@ -118,6 +123,8 @@ def test_chunks_are_the_whole(case):
   assert expected.logits.std() > 0.5
   if expected.boundaries is not None:
     assert 0 < np.asarray(expected.boundaries).sum() < 0.7 * TOKENS.size
+  if case == "routing":
+    assert abs(np.asarray(expected.boundary_probabilities) - 0.5).min() > 1e-3
   if case == "whitespace":
     np.testing.assert_array_equal(expected.boundaries, SPACES)
   of_step = model.unstack(params) if case in BY_LAYER else params
@@ -125,7 +132,7 @@ def test_chunks_are_the_whole(case):
 
 
 def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
-  config = pooled(dict(name="gumbel", num_capacities=1), "dispatcher", num_layers=1)
+  config = pooled(dict(name="gumbel", num_buckets=1), "dispatcher", num_layers=1)
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 2, 1 / 2)
   step, whole = helpers.make_step(model, params), jax.jit(model.apply)
@@ -147,30 +154,22 @@ CHUNKS += [(5, (1, 5, 5)), (1, (0, 0, 1))]
 
 
 @pytest.mark.parametrize(
-  "is_online", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "online"]
+  "has_taps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "taps"]
 )
-def test_beyond_the_window_it_goes_on_as_a_longer_one_would(is_online, monkeypatch):
-  if is_online:
-    monkeypatch.setattr(extractors, "ONLINE_LENGTH", 8)
-    few = partial(ops.init_online_convolution_cache, block=4)
-    monkeypatch.setattr(ops, "init_online_convolution_cache", few)
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would(has_taps):
+  if has_taps:
     mixers = ["he", "me", "we"]
   else:
     mixers = [mixer("dispatcher", num_levels=3), None, "dispatcher_multihead"]
-  short, long = (
-    pooled(dict(name="whitespace", num_capacities=1, **IDS), *mixers) for _ in range(2)
-  )
+  short, long = (pooled(dict(name="whitespace", num_buckets=1, **IDS), *mixers) for _ in range(2))
   short.update(max_length=8, positions="sinusoidal")
   long.update(max_length=LENGTH, positions="sinusoidal")
   for config in (short, long):
-    if not is_online:
+    if not has_taps:
       config.last.mixer.num_levels = 3
   short, long = dpjax.build_model(short), dpjax.build_model(long)
   params = helpers.draw_params(short, 4, 1 / 2)
   caches = short.init_cache(BATCH)
-  if is_online:
-    layers = [*caches.layers.first, *caches.layers.middle, *caches.layers.last]
-    assert [type(x) for x in layers] == [ops.OnlineConvolutionCache] * 4
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
   expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
@@ -203,7 +202,7 @@ def test_where_there_is_no_going_on_it_says_nan(config):
   ("given", "message"),
   [
     (dict(capacity=3), "capacity: expected none with a cache, got 3"),
-    (dict(boundaries=np.zeros((BATCH, 4), int)), r"boundaries: expected .*\(3, 5\)"),
+    (dict(boundaries=np.zeros((BATCH, 4), int)), "boundaries: expected .*3 5"),
     (dict(tokens=TOKENS[:2, :5]), r"cache.length: .*\(2,\), got int32 \(3,\)"),
     (dict(boundary_noise=NOISE[:, :5]), "boundary_noise: expected none"),
     (dict(deterministic=False), "deterministic: expected True with a cache"),

@@ -16,7 +16,7 @@ BATCH, LENGTH, VOCAB, WIDTH, SEED = 3, 23, 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 RULES = {"global": 0.0, "monotonic": 0.0, "combined": -0.1}  # and theta_add
 ONE = dict(num_layers=1)
-WORDS = config_lib.boundaries("whitespace", space_ids=(2, 7), num_capacities=2)
+WORDS = config_lib.boundaries("whitespace", space_ids=(2, 7), num_buckets=2)
 FROZEN = {
   "plain": dict(mixer="attention", positions="sinusoidal"),
   "pooled": dict(mixer="he", boundaries=WORDS, first=ONE, last=ONE, positions="sinusoidal"),
@@ -30,7 +30,7 @@ def make_frozen(mixer="dispatcher", boundaries="none", **changes):
 
 
 def make(frozen, mixer="relative_attention", **own):
-  own = dict(run="a", theta=0.0, num_capacities=2) | own
+  own = dict(run="a", theta=0.0, num_buckets=2) | own
   kind = config_lib.boundaries("entropy_threshold", **own)
   config = helpers.model_settings(mixer, kind, first=ONE, last=ONE, **ONE)
   return config, dpjax.build_model(config, frozen)
@@ -95,7 +95,7 @@ def test_chunks_say_what_the_whole_says(parts):
 
 
 def test_no_gradient_reaches_the_frozen_model():
-  _, model = make(make_frozen("me")[0], "me", theta=1.5, num_capacities=1)
+  _, model = make(make_frozen("me")[0], "me", theta=1.5, num_buckets=1)
 
   def loss(params):
     return jnp.sum(jnp.sin(model.apply({"params": params}, TOKENS).logits))

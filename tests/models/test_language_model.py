@@ -11,7 +11,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import layers, models
-from dpjax.layers import blocks, embeddings
+from dpjax.layers import embeddings
 from tests import helpers
 from tests.reference import transformer
 
@@ -47,64 +47,67 @@ def loss_and_grads(model, params):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
-@pytest.mark.parametrize("change", ["remat", pytest.param("scan_layers", marks=pytest.mark.slow)])
-def test_scan_and_remat_change_nothing(change):
-  own = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
-  settings = dict(mixer=own, num_layers=2, dropout=0.2, hidden_dropout=0.3)
+LEVELS = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
+IN_TURN = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
+
+
+@pytest.mark.parametrize(
+  "settings, change",
+  [
+    helpers.slow_unless((i, change) == (0, "remat"), settings, change)
+    for i, settings in enumerate((dict(mixer=LEVELS, dropout=0.2, hidden_dropout=0.3), IN_TURN))
+    for change in ("remat", "scan_layers")
+  ],
+)
+def test_scan_and_remat_change_nothing(settings, change):
   params = draw_params(make(**settings))
   expected = loss_and_grads(make(**settings), params)
   got = loss_and_grads(make(**settings, **{change: change == "remat"}), params)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
 
 
 def in_turn(**changes):
   """Layers of which whole periods and a part of one are there."""
-  dispatcher = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
-  mixers = dispatcher, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
+  mixers = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
   return make(mixers, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
 
 
-def test_a_stack_takes_any_function_that_makes_a_block_and_no_other():
-  block = partial(layers.Block, make_mixer=partial(layers.WE, max_length=7), hidden_width=5)
-  for make in (lambda **names: block(**names), (block, lambda **names: block(**names))):
-    model = models.LanguageModel(VOCAB, 6, 7, models.Stack(3, make))
+def make_block():
+  return layers.Block(layers.WE(7), layers.FeedForward(5), layers.Norm(), layers.Norm())
+
+
+def test_a_stack_by_hand():
+  for stack in (models.Stack(3, make_block()), models.Stack.in_turn(3, [make_block] * 2)):
+    model = models.LanguageModel(VOCAB, 6, 7, stack)
     params = model.init(jax.random.key(0), TOKENS[:, :7])["params"]
     assert model.has_cache and [*model.unstack(params)["layers"]] == ["0", "1", "2"]
-  for make in (3, (), (block, None), partial(layers.FeedForward, 5)):
-    with pytest.raises(ValueError, match="^make_block: expected a function that makes a layers.Bl"):
-      models.Stack(3, make)
+  for block in (3, None, layers.FeedForward(5)):
+    with pytest.raises(ValueError, match="^block: expected a layers.Block, or Stack.in_turn, got"):
+      models.Stack(3, block)
   with pytest.raises(ValueError, match="^num_layers: expected at least 1, got 0"):
-    models.Stack(0, block)
+    models.Stack(0, make_block())
+  with pytest.raises(ValueError, match="^layers, hourglass: expected one of them, got neither"):
+    models.LanguageModel(VOCAB, 6, 7).init_cache(2)
 
 
 def test_layers_have_their_mixers_in_turn():
   model = in_turn(dropout=0.0)
   params = draw_params(model)
   assert {*params["layers"]} == {"period", "rest"} and len(params["layers"]["rest"]) == 2
-  blocks, layers = model.layers.make_blocks, model.unstack(params)["layers"]
+  blocks, layers = model.layers.blocks, model.unstack(params)["layers"]
   embedding = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "sinusoidal")
   x_btd = embedding.apply({"params": params["embedding"]}, TOKENS)
-  shared = model.make_positions(parent=None)
-  shared = shared.apply({"params": params["relative_positions"]}, LENGTH, WIDTH)
+  variables = {"params": params["relative_positions"]}
+  shared = model.relative_positions.apply(variables, LENGTH, WIDTH)
   for i in range(5):
     given = dict(positions=shared) if i % 3 == 2 else {}
-    x_btd = blocks[i % 3](parent=None).apply({"params": layers[str(i)]}, x_btd, **given)
-  assert len(layers) == 5 and [x.keywords["make_mixer"].func.__name__ for x in blocks] == [
-    *("Dispatcher", "WE", "RelativeAttention")
+    x_btd = blocks[i % 3].apply({"params": layers[str(i)]}, x_btd, **given)
+  assert len(layers) == 5 and [type(x.mixer) for x in blocks] == [
+    *(dpjax.layers.Dispatcher, dpjax.layers.WE, dpjax.layers.RelativeAttention)
   ]
   found = jax.jit(model.apply)({"params": params}, TOKENS)
   np.testing.assert_allclose(found.hidden, x_btd, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["remat", "scan_layers"])
-def test_in_turn_too_scan_and_remat_change_nothing(change):
-  settings = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
-  params = draw_params(make(**settings))
-  expected = loss_and_grads(make(**settings), params)
-  got = loss_and_grads(make(**settings, **{change: change == "remat"}), params)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
-  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
 
 
 def test_what_is_compiled_does_not_grow_with_the_periods():
@@ -118,13 +121,9 @@ def test_what_is_compiled_does_not_grow_with_the_periods():
 
 
 def test_fewer_layers_than_mixers_take_the_first():
-  model = in_turn(num_layers=2)
-  params = draw_params(model)
-  assert {*params["layers"]} == {"rest"} and {*params["layers"]["rest"]} == {"place_0", "place_1"}
-  output = jax.jit(model.apply)({"params": params}, TOKENS)
-  expected = make(("dispatcher", "we"), num_layers=2)
-  assert output.logits.shape == (*TOKENS.shape, VOCAB)
-  assert {*draw_params(expected)["layers"]} == {"period"}
+  params = draw_params(in_turn(num_layers=2))["layers"]
+  assert {*params} == {"rest"} and {*params["rest"]} == {"place_0", "place_1"}
+  assert {*draw_params(make(("dispatcher", "we"), num_layers=2))["layers"]} == {"period"}
 
 
 def test_scan_and_remat_are_what_is_compiled():
@@ -158,18 +157,17 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_is_embedding_then_blocks_then_logits_and_causal(norm):
-  model = make(norm=norm, positions="learned")
+  model = make(norm_position=norm, positions="learned")
   params = draw_params(model)
   layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
   x_btd = layer.apply({"params": params["embedding"]}, TOKENS)
-  block = jax.jit(model.layers.make_block().apply)
+  block = jax.jit(model.layers.block.apply)
   for index in range(LAYERS):
     each = jax.tree.map(lambda x, index=index: x[index], params["layers"])
     x_btd = block({"params": each}, x_btd)
   assert ("final_norm" in params) == (norm == "pre")
   if norm == "pre":
-    norm_layer = blocks.Norm("layer_norm", jnp.float32)
-    x_btd = norm_layer.apply({"params": params["final_norm"]}, x_btd)
+    x_btd = layers.Norm().apply({"params": params["final_norm"]}, x_btd)
   expected = x_btd @ params["logits"]["kernel"] + params["logits"]["bias"][None, None]
   apply = partial(jax.jit(model.apply), {"params": params})
   whole = apply(TOKENS).logits
@@ -183,13 +181,13 @@ def test_is_embedding_then_blocks_then_logits_and_causal(norm):
 
 
 HEADS, BASE = 3, 30.0
-MODERN = dict(norm_kind="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
+MODERN = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
 
 
 def make_modern(mixer="attention", **changes):
   if mixer == "attention":
     mixer = config_lib.mixer("attention", num_heads=HEADS, use_bias=False, rotary_base=BASE)
-  settings = dict(width=12, num_layers=2, norm="pre", positions="none") | MODERN
+  settings = dict(width=12, num_layers=2, norm_position="pre", positions="none") | MODERN
   model = make(mixer, **settings | changes)
   return model, helpers.draw_params(model, 8, 1 / 3)
 
@@ -215,7 +213,12 @@ def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
 
 @pytest.mark.parametrize(
   "settings",
-  [{}, dict(use_bias=False), dict(tie_embeddings=True), dict(norm="pre", boundaries="fixed")],
+  [
+    {},
+    dict(use_bias=False),
+    dict(tie_embeddings=True),
+    dict(norm_position="pre", boundaries="fixed"),
+  ],
   ids=str,
 )
 def test_the_output_layer_makes_the_logits(settings):

@@ -16,10 +16,10 @@ from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, INNER = 3, 23, 11, 6, 10
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
-SMALL = dict(num_capacities=2)
+SMALL = dict(num_buckets=2)
 KINDS = {
   "routing": (dict(name="routing", **SMALL), dict(name="routing", factor=2.0, **SMALL)),
-  "gumbel": (dict(name="fixed"), dict(name="gumbel", num_capacities=3)),
+  "gumbel": (dict(name="fixed"), dict(name="gumbel", num_buckets=3)),
   "fixed": (dict(name="gumbel", **SMALL), dict(name="fixed", shortening_factor=3)),
 }
 every_kind = pytest.mark.parametrize(
@@ -170,8 +170,9 @@ def test_a_middle_of_its_own_width():
   narrow.middle = None
   plain = dpjax.build_model(narrow)
   own = helpers.draw_params(plain, 3, 1 / 2)["hourglass"]
-  hourglass = plain.make_hourglass(parent=None)
-  same = hourglass.clone(middle_width=WIDTH, make_middle_positions=hourglass.make_positions)
+  hourglass = plain.hourglass
+  shared = hourglass.middle.mixers[0].make_positions()()
+  same = hourglass.clone(middle_width=WIDTH, middle_positions=shared)
   more = own | dict(middle_in=jnp.eye(WIDTH), middle_out=jnp.eye(WIDTH))
   more |= dict(middle_positions=own["relative_positions"])
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")

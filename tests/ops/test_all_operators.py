@@ -68,7 +68,7 @@ def cases():
     yield f"local attention {size}", attend, QKV, ()
     attend = partial(ops.relative_attention, block_size=size)
     yield f"relative_attention {size}", attend, QKV, RELATIVE
-  for name in ("scan", "conv", "toeplitz", "fft", "dft"):
+  for name in ("scan", "toeplitz", "fft", "dft"):
     for taps in (draw(LENGTH), draw(LENGTH, 5), draw(LENGTH, 5, 3)):
       operator = partial(ops.causal_convolution, implementation=name)
       yield f"causal_convolution {name} {taps.ndim}", operator, (INPUTS,), (taps,)
@@ -86,9 +86,9 @@ def cases():
   yield "short_convolution", ops.short_convolution, (INPUTS,), (draw(3, 5),)
   attend = cached(ops.relative_attention_cached, init, 3)
   yield "relative_attention_cached", attend, QKV, RELATIVE
-  for init in (ops.init_convolution_cache, ops.init_online_convolution_cache):
-    operator = cached(ops.causal_convolution_cached, partial(init, BATCH, LENGTH, 5), 1)
-    yield f"causal_convolution_cached {init.__name__}", operator, (INPUTS,), (draw(LENGTH),)
+  init = partial(ops.init_convolution_cache, BATCH, LENGTH, 5)
+  operator = cached(ops.causal_convolution_cached, init, 1)
+  yield "causal_convolution_cached", operator, (INPUTS,), (draw(LENGTH),)
   init = partial(ops.init_segment_cache, BATCH, 5)
   operator = cached(ops.pool_segments_cached, init, 2)
   yield "pool_segments_cached", operator, (INPUTS, BOUNDARIES), ()

@@ -140,15 +140,6 @@ def test_theta_is_a_quantile():
     assert entropy_threshold(near, "global", entropy_theta(near, 2.0)).sum() == 4
 
 
-def test_thresholds_refuse():
-  h = entropies(2, 7)
-  with pytest.raises(ValueError, match="^theta_add: expected 0 with the rule global"):
-    entropy_threshold(h, "global", 1.0, 0.5)
-  # Of two tokens in a row one is a boundary at most.
-  with pytest.raises(ValueError, match="^factor: expected at least [2-9].*theta_add = 0.1"):
-    entropy_theta(h, 1.9, "combined", 0.1)
-
-
 def test_samples_are_hard_and_their_gradient_is_that_of_the_soft_ones():
   logits, temperature = 3 * normal(3, 7), 0.7
   noise = jnp.asarray(np.random.default_rng(3).uniform(size=(3, 7)), jnp.float32)
@@ -307,24 +298,3 @@ def test_an_aim_may_be_traced():
   for loss in (binomial_prior_loss, lambda b, x: rate_bounds_loss(b, x, x - 0.1)):
     for aim in (0.2, 0.7):
       np.testing.assert_allclose(jax.jit(loss)(b, aim), loss(b, aim), rtol=1e-6)
-
-
-X = jnp.zeros((2, 7))
-KEY = jax.random.key(0)
-
-
-# Of wrong shapes and dtypes tests/ops/test_hostile_calls.py has all.
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: fixed_boundaries((2, 7), 3, 3), "offset: expected at most 2, got 3"),
-    (lambda: whitespace_boundaries(X, ()), "space_ids: .* alphabet without a space"),
-    (lambda: gumbel_sigmoid(X, 1.0), "key, noise: .* got none"),
-    (lambda: gumbel_sigmoid(X, 1.0, key=KEY, noise=X + 0.5), "key, noise: .* got both"),
-    (lambda: gumbel_sigmoid(X, 1.0, noise=X), "noise: .* above 0 and below 1"),
-    (lambda: binomial_prior_loss(X, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

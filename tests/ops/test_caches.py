@@ -14,8 +14,7 @@ from dpjax import ops
 from tests import helpers
 
 BATCH, LENGTH, HEADS, FEATURES, WIDTH = 3, 61, 2, 5, 7
-LEVELS, RING, TAPS, BLOCK = 4, 5, 13, 4  # All reach less far than the rows.
-ROUNDING = dict(rtol=1e-5, atol=1e-5)
+LEVELS, RING, TAPS = 4, 5, 13  # All reach less far than the rows.
 
 
 def draw(*shape):
@@ -52,14 +51,14 @@ class Case(NamedTuple):
     return self.cached(*parts, *rest, cache, lengths=lengths)
 
 
-def convolution(init, *tap_shape):
+def convolution(*tap_shape):
   taps = draw(TAPS, *tap_shape)
 
   def whole(inputs):
     padded = jnp.pad(taps, [(0, LENGTH - TAPS)] + [(0, 0)] * len(tap_shape))
     return ops.causal_convolution(inputs, padded, implementation="scan")
 
-  init = functools.partial(init, BATCH, TAPS, WIDTH)
+  init = functools.partial(ops.init_convolution_cache, BATCH, TAPS, WIDTH)
   return Case((draw(BATCH, LENGTH, WIDTH),), whole, ops.causal_convolution_cached, (taps,), init)
 
 
@@ -95,7 +94,6 @@ def local(window, **rotary):
   return Case((q, k, v), whole, cached, (), init, tolerance=0.1)
 
 
-online = functools.partial(ops.init_online_convolution_cache, block=BLOCK)
 CASES = {
   "shift and sum": Case(
     (draw(*ROW), jax.nn.sigmoid(draw(*ROW[:3], LEVELS))),
@@ -116,11 +114,9 @@ CASES = {
   "ring": relative(RING, of_the_last),
   "local attention": local(RING),
   "rotary local attention": local(3, base=5.0),
-  "convolution of numbers": convolution(ops.init_convolution_cache),
-  "convolution": convolution(ops.init_convolution_cache, WIDTH),
-  "convolution of matrices": convolution(ops.init_convolution_cache, WIDTH, 3),
-  "online convolution of numbers": convolution(online),
-  "online convolution": convolution(online, WIDTH),
+  "convolution of numbers": convolution(),
+  "convolution": convolution(WIDTH),
+  "convolution of matrices": convolution(WIDTH, 3),
 }
 
 
@@ -209,18 +205,3 @@ def test_gradients_pass_through_the_cache(name):
 
   for found, expected in zip(gradients(in_chunks), gradients(case.whole), strict=True):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("window, block", [(1, 1), (3, 1), (7, 8), (8, 4)])
-def test_online_convolution_of_any_window_and_block(window, block):
-  inputs, taps = draw(BATCH, 23, WIDTH), draw(window, WIDTH)
-  cache, step = (
-    ops.init_online_convolution_cache(BATCH, window, WIDTH, block=block),
-    jax.jit(ops.causal_convolution_cached),
-  )
-  outputs = []
-  for t in range(23):
-    y, cache = step(inputs[:, t : t + 1], taps, cache)
-    outputs.append(y)
-  expected = ops.causal_convolution(inputs, jnp.pad(taps, ((0, 23 - window), (0, 0))))
-  np.testing.assert_allclose(np.concatenate(outputs, axis=1), expected, **ROUNDING)

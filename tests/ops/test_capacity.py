@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.capacity import capacities, run_at_capacity
+from dpjax.ops.bucketing import capacities, run_at_capacity
 from tests import helpers
 
 # A row a device.
@@ -87,8 +87,6 @@ def test_inputs_have_any_number_of_axes(shape):
   result = run_at_capacity(lambda x: 2 * x, (4, 7), jnp.int32(3), inputs)
   np.testing.assert_array_equal(result[:, :4], 2 * inputs[:, :4])
   assert result.shape == shape and not result[:, 4:].any()
-  with pytest.raises(ValueError, match="^sizes: .* up to S = 7, got "):
-    run_at_capacity(lambda x: x, (4, 8), jnp.int32(3), inputs)
 
 
 def tanhs(lowered):
@@ -136,7 +134,3 @@ def test_capacities_rise_evenly_to_half_of_the_longest():
       if sizes:
         steps = np.diff([0, *sizes])
         assert sizes[-1] == -(-longest // 2) and steps.max() - steps.min() <= 1 <= steps.min()
-  with pytest.raises(ValueError, match="longest: expected at least 1, got 0"):
-    capacities(0, 3)
-  with pytest.raises(ValueError, match="number: expected at least 1, got 0"):
-    capacities(3, 0)

@@ -1,6 +1,5 @@
 """Documents packed into rows: each gives what it gives alone, in every operator."""
 
-import sys
 from functools import partial
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from dpjax import ops
+from dpjax.ops import convolution
 from tests import helpers
 
 BATCH, LENGTH, HEADS, FEATURES = 2, 37, 3, 5
@@ -94,7 +94,7 @@ def test_attention(operator, block_size):
 )
 def test_causal_convolution(rank, implementation, monkeypatch):
   # Four pairs of halves of one, two and four blocks.
-  monkeypatch.setattr(sys.modules["dpjax.ops.causal_convolution"], "_BLOCK", 5)
+  monkeypatch.setattr(convolution, "_BLOCK", 5)
   # Fewer taps than positions: documents have no more than there are.
   taps = {1: draw(29), 2: draw(29, FEATURES), 3: draw(29, FEATURES, 7)}[rank]
   operator = partial(ops.causal_convolution, implementation=implementation)

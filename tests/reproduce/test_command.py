@@ -49,7 +49,7 @@ def test_all_rows_of_a_table_are_trained_and_resume(tmp_path, monkeypatch, capsy
     numbers = [f"{number:g}" for number in row.paper.values()]
     assert all(number in text for number in [row.label, *numbers])
   assert start(name, tmp_path) is None
-  assert "Going on from the checkpoint of step 4" in capsys.readouterr().out
+  assert "Resuming from the checkpoint of step 4" in capsys.readouterr().out
   resumed = json.loads(file.read_text())["rows"]
   for row in report["rows"].values():
     assert row["runs"]["0"].pop("seconds") > 0  # not of a resumed run

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from dpjax.commands import doctor
 from reproduce import rows
 from tests import helpers
 
@@ -52,23 +52,40 @@ def standard_everywhere():
   jax.config.update("jax_numpy_dtype_promotion", before)
 
 
+@pytest.fixture
+def cache(tmp_path):
+  """A folder for all that is compiled."""
+  settings = {
+    "jax_compilation_cache_dir": str(tmp_path / "compiled"),
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  before = {name: jax.config.values[name] for name in settings}
+  (tmp_path / "compiled").mkdir()
+  for values in (settings, before):
+    for name, value in values.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX reads the settings once.
+    if values is settings:
+      yield tmp_path / "compiled"
+
+
 @pytest.mark.usefixtures("standard_everywhere")
-def test_the_next_update_is_compiled_while_a_run_trains(tmp_path, monkeypatch):
+def test_the_next_update_is_compiled_while_a_run_trains(tmp_path, monkeypatch, cache):
   monkeypatch.setattr(rows, "MEASURED", 2)
-  text, cache = helpers.write_text(tmp_path / "text.txt"), tmp_path / "compiled"
+  text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.small_config(text, num_steps=5)
   other = helpers.small_config(text, num_steps=3, batch_size=2 * config.train.batch_size)
-  cache.mkdir()
 
   def compiled():
     return {path.name for path in cache.glob("jit_run-*")}  # updates, not evaluations
 
-  with doctor._cache_in(str(cache)):
-    end = time.perf_counter() + 1e6
-    plan = functools.partial(rows.Plan.make, other, tmp_path / "other")
-    found = rows.train(config, tmp_path / "run", end, (rows.AUTHORS,), plan)
-    assert len(before := compiled()) == 2
-    assert rows.train(other, tmp_path / "other", end)["step"] == 3 and compiled() == before
+  end = time.perf_counter() + 1e6
+  plan = functools.partial(rows.Plan.make, other, tmp_path / "other")
+  found = rows.train(config, tmp_path / "run", end, (rows.AUTHORS,), plan)
+  assert len(before := compiled()) == 2
+  assert rows.train(other, tmp_path / "other", end)["step"] == 3 and compiled() == before
   assert found["step"] == 5 and len(found["curve"]["loss"]) == 5
   assert found["expected_seconds"] > found["update_seconds"] > 0
   # All tokens but the first of each row, and what fills no row.

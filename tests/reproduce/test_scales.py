@@ -32,9 +32,9 @@ def test_texts_are_found_by_name(tmp_path):
   for name in ("text8_prefix", "wiki40b_fi_books", "wiki40b_he", "wiki40b_he_less"):
     (tmp_path / f"{name}.txt").write_text("a text\n")
 
-  def found(name, language=""):
+  def found(name):
     config = config_lib.default()
-    config.data.update(name=name, language=language)
+    config.data.name = name
     text, path = scales.find_text(config, tmp_path)
     assert path is not None and text in (path.name.removesuffix(".txt"), path.parent.name)
     assert scales.find_text(config, "")[1] is None
@@ -43,17 +43,15 @@ def test_texts_are_found_by_name(tmp_path):
   assert found("wikitext2") == "wikitext2"
   # A part of a text, or another one in its place, says so in its name.
   assert found("text8") == "text8_prefix.txt"
-  assert found("wiki40b", "fi") == "wiki40b_fi_books.txt"
-  assert found("wiki40b", "he") == "wiki40b_he.txt"
+  assert found("wiki40b_fi") == "wiki40b_fi_books.txt"
+  assert found("wiki40b_he") == "wiki40b_he.txt"
   # Tokens in place of the text.
   (tmp_path / "wikitext2" / "characters").mkdir()
   assert found("wikitext2") == "characters"
   (tmp_path / "wikitext2" / "characters").rmdir()
-  # The language of one that has but one is that of its cleaning.
-  assert found("text8", "en") == "text8_prefix.txt"
-  for missing in (("lm1b", ""), ("wiki40b", "vi"), ("wikitext103", "")):
+  for missing in ("lm1b", "wiki40b_vi", "wikitext103"):
     with pytest.raises(ValueError, match="data: expected a folder .* got none"):
-      found(*missing)
+      found(missing)
   (tmp_path / "text8_more").mkdir()
   with pytest.raises(ValueError, match="got text8_more, text8_prefix.txt"):
     found("text8")

@@ -32,15 +32,16 @@ def test_clean_cuts_are_those_that_change_no_subword():
   clean = 0
   for place in range(1, len(text)):
     before, after = text[:place], text[place:]
-    if tokenizer.is_clean_cut(before, after):
+    if tokenizer.rate_cut(before, after):
       assert before.endswith("\n")
       parts = bpe.encode(before).tolist() + bpe.encode(after + text).tolist()
       assert parts == whole
-      assert tokenizer.is_clean_cut(before[-2:], after[:2])
+      rate = tokenizer.rate_cut(before[-2:], after[:2])
+      assert rate == 1 + (after[0].isalpha() and not before[-2].isspace())
       clean += 1
   assert clean == 4
   for before, after in (("one", "two"), ("", "a"), ("one\n", ""), ("a\n\n", "b")):
-    assert not tokenizer.is_clean_cut(before, after)
+    assert tokenizer.rate_cut(before, after) == 0
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece_unigram", "wordpiece", "characters"])

@@ -83,7 +83,7 @@ def test_which_ids_hold_their_text(tokenizers, kind):
   # Of the kinds here, "characters" alone has no id for it.
   unseen = tokenizer.encode("the \N{SNOWMAN}")
   assert tokenizer.keeps_text(unseen) == (kind not in ("characters", "wordpiece"))
-  with pytest.raises(UserError, match="^text: expected Unicode .* surrogate at place 4$"):
+  with pytest.raises(UserError, match="^text: expected Unicode .* surrogate at index 4$"):
     tokenizer.encode("the\n\udfff cat")
 
 
@@ -174,12 +174,12 @@ def test_spacelike_tokens_are_those_of_the_bytes():
   text = "def f(x): return 'na\u00efve' \u05e9\u05dc\u05d5\u05dd, 3 \u2014 \u00bf 4\n\n"
   found = {}
   for tokenizer in (train_tokenizer("characters", [text]), train_tokenizer("bytes", [])):
-    ids = SpaceByte().settings_for(tokenizer)
+    ids = SpaceByte().resolve(tokenizer)
     tokens = tokenizer.encode(text)
     b = np.asarray(spacelike_boundaries(tokens[None], **ids))[0]
     found[tokenizer.kind] = b
-    assert SpaceByte(**ids).count_in(tokens[None]) == b.sum()
-    assert SpaceByte(space_ids=(4,)).settings_for(tokenizer)["space_ids"] == (4,)
+    assert SpaceByte(**ids).count_segments(tokens[None]) == b.sum()
+    assert SpaceByte(space_ids=(4,)).resolve(tokenizer)["space_ids"] == (4,)
   x = np.frombuffer(text.encode(), np.uint8)
   is_word = np.array([chr(c).isalnum() and c < 128 or 128 <= c < 192 for c in x])
   np.testing.assert_array_equal(found["bytes"], ~is_word & np.append(True, is_word[:-1]))

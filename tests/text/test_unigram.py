@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dpjax.text.tokens import train_tokenizer
-from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram, whole_words
+from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
 VERBS = " ".join(
@@ -86,15 +86,6 @@ def test_pieces_of_each_word_by_itself(unigram):
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
 
-def test_parts_of_whole_words_have_the_boundaries_of_the_text(unigram):
-  for cut in (1, 5, 17):
-    chunks = [TEXT[begin : begin + cut] for begin in range(0, len(TEXT), cut)]
-    parts = list(whole_words(chunks))
-    assert len(parts) > 4 and "".join(parts) == TEXT
-    found = np.concatenate([unigram(part) for part in parts])
-    np.testing.assert_array_equal(found, unigram(TEXT))
-
-
 def test_words_that_change_in_length_are_one_piece(model):
   pieces = {
     "caf\u00e9": ["\u2581ca", "f", "<0xC3>", "<0xA9>"],
@@ -107,7 +98,7 @@ def test_words_that_change_in_length_are_one_piece(model):
 
 
 def test_long_words_are_cut_in_parts(unigram, monkeypatch):
-  monkeypatch.setattr("dpjax.text.unigram._LONGEST_WORD", 8)
+  monkeypatch.setattr("dpjax.text.unigram._MAX_WORD", 8)
   found = unigram("walking walkingstalkedup")
   parts = [unigram(part) for part in ("walking", "walkings", "talkedup")]
   np.testing.assert_array_equal(found, [*parts[0], 1, *parts[1][:-1], 1, *parts[2]])
@@ -144,9 +135,6 @@ def test_lines_may_be_long():
   processor = UnigramBoundaries(train_unigram([text], 12))._processor
   pieces = [processor.id_to_piece(i) for i in range(12)]
   assert {"s", "\u00e9"} <= set(pieces)
-  # Words that chunks cut are learned whole.
-  chunks = [TEXT[begin : begin + 7] for begin in range(0, len(TEXT), 7)]
-  assert train_unigram(chunks, 53) == train_unigram(list(whole_words(chunks)), 53)
 
 
 def test_sizes_that_the_text_does_not_admit_and_texts_without_words():

@@ -49,11 +49,11 @@ def test_sums_and_capacities_of_all_batches(capacity):
   ("changes", "told"),
   [
     (dict(drawn=4.8, rounded=3.0), None),
-    (dict(drawn=4.8, rounded=0.0), "20.0% of the tokens, rounding finds 0.0%"),
-    (dict(drawn=1.2, rounded=7.2), "5.0% of the tokens, rounding finds 30.0%"),
+    (dict(drawn=4.8, rounded=0.0), "20.0% of the tokens, rounding gives 0.0%"),
+    (dict(drawn=1.2, rounded=7.2), "5.0% of the tokens, rounding gives 30.0%"),
     (
       dict(drawn_2=1.5, rounded_2=0.5, segments_in_2=6.0, boundaries_2=0.5),
-      "25.0% of the segments in stage 2, rounding finds 8.3%",
+      "25.0% of the segments in stage 2, rounding gives 8.3%",
     ),
   ],
 )

@@ -35,17 +35,27 @@ class Batches:
     return {name: value[rows] for name, value in whole.items()}
 
 
-def fit(workdir, num_steps=4, *, trainer=None, evaluate=lambda params: SCORES, every=99, **given):
-  """Trains; reports after every step, or `log`, evaluations and checkpoints after `every`."""
-  durations = loop.Durations(num_steps, every, given.pop("log", 1), 50, given.pop("save", every))
-  trainer = trainer or loop.Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5))
-  loop.fit(trainer, Batches(), evaluate, durations, workdir=workdir, **given)
+def fit(
+  workdir,
+  num_steps=4,
+  *,
+  spec=None,
+  evaluate=lambda params: SCORES,
+  every=99,
+  log=1,
+  save=0,
+  **options,
+):
+  """Trains; evaluates and saves after `every` steps, reports after each."""
+  intervals = loop.Intervals(num_steps, every, log, save or every)
+  spec = spec or loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5))
+  loop.fit(spec, Batches(), evaluate, intervals, workdir=workdir, **options)
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
-  trainer = loop.Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5), accumulate_steps=3)
+  spec = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5), grad_accum_steps=3)
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
-    fit(tmp_path, trainer=trainer)
+    fit(tmp_path, spec=spec)
 
 
 def from_spaces(batch):
@@ -54,30 +64,28 @@ def from_spaces(batch):
   return next(size for size in ops.capacities(LENGTH + 1, 2) if size >= needed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "mixer, boundaries, settings",
   [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in (
-      ("dispatcher", "none", {}),
-      ("me", "whitespace", {}),
-      ("dispatcher", "gumbel", {}),
-      ("relative_attention", "entropy", {}),
-      ("we", "none", dict(implementation="fft")),
-      ("she", "none", dict(implementation="dft")),
-      ("me", "none", dict(implementation="toeplitz")),
-    )
+    ("dispatcher", "none", {}),
+    ("me", "whitespace", {}),
+    ("dispatcher", "gumbel", {}),
+    ("relative_attention", "entropy", {}),
+    ("we", "none", dict(implementation="fft")),
+    ("she", "none", dict(implementation="dft")),
+    ("me", "none", dict(implementation="toeplitz")),
   ],
 )
 def test_nothing_moves_unasked(mixer, boundaries, settings, tmp_path):
-  known = dpjax.registry
+  known = dpjax.config.registry
   mixer = helpers.component(known.mixers, mixer, num_heads=1, **settings)
-  boundaries = helpers.component(known.boundaries, boundaries, num_capacities=2, space_ids=(SPACE,))
+  boundaries = helpers.component(known.boundaries, boundaries, num_buckets=2, space_ids=(SPACE,))
   config = helpers.model_settings(mixer, boundaries, vocab_size=VOCAB, max_length=11, dropout=0.1)
   capacity = from_spaces if boundaries.name == "whitespace" else lambda batch: None
   objective = losses.Objective(build_boundaries(config))
   model = dpjax.build_model(config)
-  fit(tmp_path, trainer=loop.Trainer(model, optax.sgd(0.1), objective, capacity=capacity))
+  fit(tmp_path, spec=loop.TrainStepSpec(model, optax.sgd(0.1), objective, capacity=capacity))
   assert np.isfinite(np.fromfile(tmp_path / "losses.f32", "<f4")).all()
 
 
@@ -188,8 +196,8 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, s
   )
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
   model = helpers.Bigrams(VOCAB)
-  trainer = loop.Trainer(model, optax.sgd(0.5), capacity=lambda batch: next(capacities))
-  fit(tmp_path, 12, trainer=trainer, evaluate=clock.evaluate, **settings)
+  spec = loop.TrainStepSpec(model, optax.sgd(0.5), capacity=lambda batch: next(capacities))
+  fit(tmp_path, 12, spec=spec, evaluate=clock.evaluate, **settings)
   found = [line["tokens_per_second"] for line in helpers.reports(tmp_path, "train")]
   assert found == speeds
 
@@ -224,15 +232,6 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
   for updates in ((5, 5), (11, 13), (-1, 2)):
     with pytest.raises(dpjax.UserError, match="^profile: .* with 0 <= START < STOP <= 12"):
       fit(tmp_path, 12, profile=updates)
-
-
-def test_the_share_of_products_is_reported_where_it_is_asked_for(tmp_path, monkeypatch):
-  monkeypatch.setattr(loop, "product_rate", lambda dtype: 1e9)
-  Clock(monkeypatch)
-  for name, is_asked in (("plain", False), ("other", True)):
-    fit(tmp_path / name, measure_products=is_asked)
-    for line in helpers.reports(tmp_path / name, "train"):
-      assert ("model_flops_utilisation" in line) == is_asked
 
 
 def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import layers, registry
+from dpjax import layers
+from dpjax.config import registry
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
 from tests import helpers
@@ -157,7 +158,7 @@ def test_pieces_of_bfloat16_sum_in_float32(monkeypatch):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
   _, targets, weights = draw()
   exact_layer, rounded = draw_layer(), draw_layer(dtype=jnp.bfloat16)
-  run = jax.value_and_grad(losses.output_nats, (0, 1, 2))
+  run = jax.jit(jax.value_and_grad(losses.output_nats, (0, 1, 2)))
   nats, grads = run(*rounded, targets, weights)
   expected_nats, expected_grads = run(*exact_layer, targets, weights)
   assert nats.dtype == jnp.float32
@@ -343,22 +344,24 @@ def test_an_aim_moves_from_one_value_to_another_by_update(name, field, first, la
   chances = jax.nn.sigmoid(output.boundary_logits.astype(jnp.float32))
   output = output._replace(boundary_probabilities=chances)
 
-  def nats(batch, **own):
-    given = {"width": 1} if name == "routing" else {}
-    section = registry.boundaries.section(name, **own)
-    kind = registry.boundaries.build(section, "boundaries", predictor_width=1, **given)
-    return jax.jit(losses.Objective([kind]).sums)(output, batch)["boundary_nats"]
+  def make_nats(**settings):
+    arguments = {"width": 1} if name == "routing" else {}
+    section = registry.boundaries.section(name, **settings)
+    module = registry.boundaries.build(section, "boundaries", predictor_width=1, **arguments)
+    sums = jax.jit(losses.Objective([module]).sums)
+    return lambda **inputs: sums(output, {**batch, **inputs})["boundary_nats"]
 
-  moves = {field: last, "rate_schedule": (first, 8)}
-  for update, aim in ((0, first), (2, first + (last - first) / 4), (8, last), (99, last)):
-    found = nats({**batch, "update": jnp.int32(update)}, **moves)
-    np.testing.assert_allclose(found, nats(batch, **{field: aim}), rtol=1e-5)
-  # Evaluation, which knows no update, takes the last.
-  np.testing.assert_array_equal(nats(batch, **moves), nats(batch, **{field: last}))
-  assert abs(nats(batch, **{field: first}) / nats(batch, **{field: last}) - 1) > 0.01
+  moving = make_nats(**{field: last, "target_schedule": (first, 8)})
+  middle = first + (last - first) / 4
+  constant = {x: make_nats(**{field: x})() for x in (first, middle, last)}
+  for update, target in ((0, first), (2, middle), (8, last), (99, last)):
+    np.testing.assert_allclose(moving(update=jnp.int32(update)), constant[target], rtol=1e-5)
+  # Evaluation has no update, and takes the last.
+  np.testing.assert_array_equal(moving(), constant[last])
+  assert abs(constant[first] / constant[last] - 1) > 0.01
   for wrong in ((0.4,), (0.4, 0), (0.4, 2.5), ("a", 3), (math.nan, 3), (-1.0, 3)):
-    with pytest.raises(ValueError, match="^boundaries.rate_schedule: expected"):
-      nats(batch, **{field: last, "rate_schedule": wrong})
+    with pytest.raises(ValueError, match="^boundaries.target_schedule: expected"):
+      make_nats(**{field: last, "target_schedule": wrong})
 
 
 def test_the_nats_of_tokens_behind_boundaries():

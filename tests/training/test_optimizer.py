@@ -14,7 +14,7 @@ from optax import contrib
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import registry
+from dpjax.config import registry
 from dpjax.training import checkpoints, optimizer, sharding
 from dpjax.training import step as step_lib
 from tests import helpers
@@ -141,7 +141,7 @@ MASKS = [
 
 @pytest.mark.parametrize("kinds", [("gumbel", "routing"), ("routing", "gumbel")])
 def test_masks_of_a_model_with_everything(kinds):
-  outer, inner = (config_lib.boundaries(name, num_capacities=2) for name in kinds)
+  outer, inner = (config_lib.boundaries(name, num_buckets=2) for name in kinds)
   names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
   every = [helpers.component(registry.mixers, x, num_heads=2) for x in names]
   config = helpers.model_settings(
@@ -171,7 +171,7 @@ def test_what_is_frozen_stays_and_has_no_part_in_the_others(name):
   boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)
   reader = dpjax.build_model(helpers.model_settings())
   model = dpjax.build_model(helpers.model_settings(boundaries=boundaries), reader)
-  update = optimizer.make_optimizer(name, 0.1, clip_norm=0.5, weight_decay=0.3)
+  update = optimizer.make_optimizer(name, 0.1, grad_clip_norm=0.5, weight_decay=0.3)
   update, of_others = optimizer.for_model(update, model), optimizer.for_model(update, reader)
   # What else has that name is trained.
   out, trained = jnp.array([1.0, -2.0, 3.0]), stacked_params()
@@ -205,7 +205,7 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
     lambda path, x: path[0].key != "embedding" and kept[path[-1].key], params
   )
   settings = dict(b1=0.8, b2=0.9, weight_decay=0.3)
-  train = dict(learning_rate=0.1, clip_norm=0.0, decay_mask="matrices")
+  train = dict(learning_rate=0.1, grad_clip_norm=0.0, weight_decay_mask="matrices")
   train["schedule"] = {"name": "constant", "warmup_steps": 0}
   train["optimizer"] = registry.optimizers.section("adamw", **settings)
   grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
@@ -214,7 +214,7 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
     for update in (
       optimizer.build_optimizer(train, 7),
       optax.adamw(0.1, **settings, mask=mask),
-      optimizer.build_optimizer({**train, "decay_mask": "all"}, 7),
+      optimizer.build_optimizer({**train, "weight_decay_mask": "all"}, 7),
     )
   )
   chex.assert_trees_all_equal(found, expected)
@@ -282,7 +282,7 @@ MADE = optimizers() | {
   ),
 }
 REFUSED = {
-  "lbfgs": "^optimizer: expected one that updates with .* 'value_fn'",
+  "lbfgs": "^optimizer: expected one that needs only .* 'value_fn'",
   "sophia": "^optimizer: .* obj_fn must be provided",
   "scale_by_muon": "^optimizer: .* ValueError: (Expected dict, got None|pytree structure)",
   "lookahead": "^optimizer: .* no attribute 'fast'",
@@ -312,7 +312,7 @@ def test_every_optimizer_of_optax_trains_and_resumes_bit_for_bit_or_is_refused(
       optimizer.check(update, model, params)
     return
   optimizer.check(update, model, params)
-  abstract = step_lib.abstract_state(model, update, 0, mesh, "sharded")
+  abstract = step_lib.abstract_state(model, update, 0, mesh, "fsdp")
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   train = step_lib.jit_train_step(model, update, places, mesh)
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7

@@ -81,7 +81,6 @@ def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys
     reporter.report(20, "train", {"loss": 3.5, "tokens_per_second": 56789.4})
     reporter.report(20, "valid", {"nats_per_token": 2.5})
     reporter.report(1040, "train", {"loss": 2.25, "tokens_per_second": math.nan})
-    reporter.report(1040, "train", {"median_loss": 2.0, "median_over_steps": 7})
   assert capsys.readouterr().err.splitlines() == [
     "step 20 of 1,234: loss 3.5000, 56,789 tokens/s",
     "step 1,040 of 1,234: loss 2.2500",
@@ -107,7 +106,6 @@ def test_lines_after_the_step_of_a_resume_are_dropped(tmp_path):
 @pytest.mark.parametrize(
   "last, expected",
   [
-    ('{"step": 3', [2, 5]),
     ('{"step": 3, "split": "train", "lo', [2, 5]),
     ('{"step": 3, "split": "train", "loss": 3.0}', [2, 3, 5]),  # It is completed.
   ],
@@ -118,7 +116,6 @@ def test_a_cut_last_line_is_dropped(tmp_path, last, expected):
     file.write(last)
   write(tmp_path, [5], begin=4)
   assert steps(tmp_path) == expected
-  assert (tmp_path / "metrics.jsonl.damaged").exists() == (expected == [2, 5])
 
 
 def test_damaged_lines_are_set_aside(tmp_path):
@@ -132,25 +129,14 @@ def test_damaged_lines_are_set_aside(tmp_path):
   assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
 
 
-def test_the_loss_of_every_step_is_on_disk_at_once_and_its_median_known(tmp_path):
-  with reporting.Reporter(tmp_path, 0, 7) as reporter:
-    for i, loss in enumerate([7.0, 0.5, 3.0, 1.0, 2.0], 1):
-      reporter.advance(loss)
-      assert losses(tmp_path) == [7.0, 0.5, 3.0, 1.0, 2.0][:i]
-    assert reporter.median(5) == (2.0, 5) and reporter.median(4) == (1.5, 4)
-    reporter.advance(4.0)
-    assert losses(tmp_path)[5:] == [4.0] and reporter.median(3) == (2.0, 3)
-
-
-def test_losses_after_the_step_of_a_resume_are_dropped_and_missing_ones_are_nan(tmp_path):
+def test_losses_are_on_disk_at_once_and_follow_a_resume(tmp_path):
   (tmp_path / reporting.LOSSES).write_bytes(np.float32([5, 4, 3, 2]).tobytes() + b"cut")
   with reporting.Reporter(tmp_path, 3, 7) as reporter:
     assert losses(tmp_path) == [5.0, 4.0, 3.0]
     reporter.advance(9.0)
-    assert reporter.median(3) == (4.0, 3)
-  with reporting.Reporter(tmp_path, 6, 7) as reporter:
+    assert losses(tmp_path) == [5.0, 4.0, 3.0, 9.0]
+  with reporting.Reporter(tmp_path, 6, 7) as reporter:  # Losses that are missing are NaN.
     reporter.advance(8.0)
-    assert reporter.median(4) == (8.5, 2)
   np.testing.assert_equal(losses(tmp_path), [5, 4, 3, 9, math.nan, math.nan, 8])
 
 

@@ -17,7 +17,7 @@ def test_the_longest_axis_that_can_be_is_cut():
   axes = {(16,): 0, (7, 24): 1, (16, 24, 3): 1, (24, 24): 0, (7, 9): None, (4,): None, (): None}
   for shape, axis in axes.items():
     expected = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")
-    assert spec(shape, "sharded") == expected
+    assert spec(shape, "fsdp") == expected
     assert spec(shape, "replicated") == PartitionSpec()
 
 

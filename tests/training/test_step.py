@@ -46,8 +46,8 @@ def draw_state(model, update):
   return step.TrainState(zero, params, update.init(params), jax.random.key(3))
 
 
-def jit_update(model, update, accumulate_steps=1, **settings):
-  return jax.jit(partial(step.train_step, model, update, accumulate_steps, **settings))
+def jit_update(model, update, grad_accum_steps=1, **settings):
+  return jax.jit(partial(step.train_step, model, update, grad_accum_steps, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ class Wide(nn.Module):
 def runs(standard_promotion):
   """`runs(num_devices, parameters)`: 7 steps with dropout, as that many devices take them."""
   model = Wide()
-  update = optimizer.make_optimizer("adam", 1e-3, clip_norm=0.5)
+  update = optimizer.make_optimizer("adam", 1e-3, grad_clip_norm=0.5)
 
   @cache
   def run(num_devices, parameters):
@@ -189,9 +189,7 @@ def runs(standard_promotion):
   return run
 
 
-@pytest.mark.parametrize(
-  "parameters", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"]
-)
+@pytest.mark.parametrize("parameters", [pytest.param("replicated", marks=pytest.mark.slow), "fsdp"])
 def test_eight_devices_train_as_one(runs, parameters):
   first, given, last, seen = runs(8, parameters)
   expected_first, _, expected, expected_seen = runs(1, "replicated")
@@ -205,7 +203,7 @@ def test_eight_devices_train_as_one(runs, parameters):
   np.testing.assert_array_equal(*keys)
   # The state that went in is used up.
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves((given.params, given.opt_state)))
-  shape = (3, VOCAB) if parameters == "sharded" else (WIDTH, VOCAB)
+  shape = (3, VOCAB) if parameters == "fsdp" else (WIDTH, VOCAB)
   for params in (last.params, last.opt_state[1][0].mu, last.opt_state[1][0].nu):
     array = params["Dense_0"]["kernel"]
     assert array.shape == (WIDTH, VOCAB) and len(array.sharding.device_set) == 8
@@ -233,10 +231,9 @@ def test_bfloat16_trains_float32_parameters():
 @cache
 def make_staged(kinds):
   """A model that pools by one kind or two, and its objective."""
-  settings = {"fixed": {}, "routing": dict(num_capacities=1, weight=1.0)}
+  settings = {"fixed": {}, "routing": dict(num_buckets=1, weight=1.0)}
   outer, *within = [
-    config_lib.boundaries(name, **settings.get(name, dict(num_capacities=1)))
-    for name in kinds.split()
+    config_lib.boundaries(name, **settings.get(name, dict(num_buckets=1))) for name in kinds.split()
   ]
   config = helpers.model_settings(boundaries=outer, vocab_size=VOCAB, num_layers=1)
   stages = [config]

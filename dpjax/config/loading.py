@@ -1,0 +1,220 @@
+"""Reads configurations: of experiments, of runs, and with what a command line changes."""
+
+import contextlib
+import hashlib
+import importlib.machinery
+import json
+import os
+import re
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpjax import files
+from dpjax.config import registry, schema
+from dpjax.config.registry import ConfigDict
+from dpjax.config.rules import check
+from dpjax.errors import UserError
+
+CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
+
+
+def load(experiment: str) -> ConfigDict:
+  """The configuration of an experiment.
+
+    load("quickstart")               a packaged one
+    load("quickstart:tiny")          its variant
+    load("mine/experiment.py:wide")  of a file: what its get_config("wide") gives
+    load("runs/mine")                of a run: its settings
+
+  Raises:
+    UserError: there is no such experiment, or it raises an error.
+  """
+  drive, path = os.path.splitdrive(os.path.expanduser(experiment))
+  path, _, variant = path.partition(":")
+  path = drive + path
+  packaged = _folder() / f"{path}.py"
+  if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
+    path = str(packaged)
+  if path and Path(path, "config.json").is_file():
+    if variant:
+      raise UserError(f"--config: expected a run's folder without a variant, got {experiment}")
+    return of_run(Path(path))
+  if not Path(path).is_file():
+    names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
+    raise UserError(
+      f"--config: expected a Python file, a run's folder, or one of {names}, got {path or 'none'}"
+    )
+  try:
+    with _importable(is_first=path == str(packaged)):
+      module = runpy.run_path(path, run_name="config")
+      if "get_config" not in module:
+        raise AttributeError("it has no attribute 'get_config'")
+      config = module["get_config"](*[variant] * bool(variant))
+    if not isinstance(config, ConfigDict):
+      raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
+    return config
+  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
+    message = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+      expected = "expected a Python file whose get_config() gives a ConfigDict"
+      message = f"{expected}, got {type(error).__name__}: {message}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    where = f" ({path}, line {lines[-1]})" if lines else ""
+    raise UserError(f"--config: {message}{where}") from error
+
+
+def _folder() -> Path:
+  """The folder of the packaged experiments: in the wheel, or beside the package in a clone."""
+  package = Path(__file__).parents[1]
+  wheel = package / "configs"
+  return wheel if wheel.is_dir() else package.parent / "configs"
+
+
+@contextlib.contextmanager
+def _importable(is_first: bool) -> Iterator[None]:
+  """Lets experiments import `configs`: packaged ones, and the user's."""
+  found = importlib.machinery.PathFinder.find_spec("configs")
+  theirs = [*(found and found.submodule_search_locations or ())]
+  kept = {name: sys.modules.pop(name) for name in _modules()}
+  package: Any = types.ModuleType("configs")
+  package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
+  sys.modules["configs"] = package
+  try:
+    yield
+  finally:
+    for name in _modules():
+      del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def _modules() -> list[str]:
+  return [name for name in sys.modules if name.partition(".")[0] == "configs"]
+
+
+def from_dict(settings: Any) -> ConfigDict:
+  """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
+  config = schema.fill(settings)
+  check(config)
+  return config
+
+
+def digest(settings: Mapping) -> str:
+  """SHA-256 of settings, whatever the white space between them."""
+  return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def read_settings(path: Path) -> dict:
+  """The settings in a file of a run; a `UserError` if it cannot be read or was changed."""
+  try:
+    if not isinstance(content := files.load_json(path), dict):
+      raise UserError(f"{type(content).__name__} for a dict of settings")
+    sums = content.pop(CHECKSUMS, None)  # of an exported run
+    if sums is not None and (not isinstance(sums, dict) or sums.get(path.name) != digest(content)):
+      raise UserError("others than were exported")
+    return content
+  except (OSError, ValueError) as error:
+    raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
+
+
+def of_run(folder: Path) -> ConfigDict:
+  """The configuration of a run, with a message of its own for a missing plugin."""
+  settings = read_settings(folder / "config.json")
+  try:
+    return from_dict(settings)
+  except UserError as error:
+    plugins = settings.get("plugins")
+    plugins = plugins if isinstance(plugins, list) else []
+    missing = [str(name) for name in plugins if str(name) not in sys.modules]
+    if not missing:
+      raise
+    raise UserError(
+      f"plugin: expected {' and '.join(missing)}, with which the run in {folder} was trained, "
+      f"got none (--plugin={missing[0]}, or import {missing[0]} in Python): {error}"
+    ) from error
+
+
+def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list[str]]:
+  """Changes settings as --config.KEY=VALUE says; returns the configuration and the other words.
+
+    --config.model.width=64 --noconfig.model.use_bias --config.model.mixer=we
+    --config.model.mixer=we,attention --config.model.mixer.1.num_heads=4
+
+  Components are chosen first, by their names. Of several mixers, those that the configuration has
+  already keep their settings.
+
+  Raises:
+    UserError: an unknown setting, or a text that is no value of its type.
+  """
+  names = schema.component_keys(schema.fill(config, is_complete=True))
+  for key, node in names.items():
+    words, choices = take(words, f"config.{key}", f"config.{key}.name")
+    if choices and choices[-1] == "none" and node.default is None:
+      schema.set_value(config, key, None)
+    elif choices:
+      value: Any = choices[-1]
+      if node.components is registry.mixers and "," in value:
+        previous = {x["name"]: x for x in schema.in_turn(key, schema.get(config, key)).values()}
+        value = [previous.get(name, name) for name in value.split(",")]
+      schema.set_value(config, key, schema.component(node.components, value, key))
+  settings = {key: setting for key, _, setting in schema.walk(schema.fill(config))}
+  rest, others = iter(words), []
+  for word in rest:
+    match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL)
+    if match is None:
+      others.append(word)
+      continue
+    negation, key, text = match.groups()
+    setting, section = settings.get(key), key.rpartition(".")[0]
+    if setting is None:
+      is_component = re.sub(r"\.\d+$", "", section) in names and f"{section}.name" in settings
+      owner = schema.get(config, section)["name"] if is_component else ""
+      raise schema.unknown(key, [x for x in settings if x.startswith(section * bool(owner))], owner)
+    if setting.value_type is bool:
+      text = "False" if negation else "True" if text is None else text
+    elif text is None:
+      text = next(rest, "")
+    if negation and setting.value_type is not bool:
+      raise UserError(f"{word}: expected a setting that is True or False, got {key}")
+    if key.endswith("middle"):
+      expected = "expected it in a configuration file, by dpjax.config.middle"
+      raise UserError(f"--config.{key}: {expected}, got {text}")
+    schema.set_value(config, key, setting.parse(f"--config.{key}", text))
+  return schema.fill(config, is_complete=True), others
+
+
+def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:
+  """The configuration of --config=EXPERIMENT and --config.KEY=VALUE, and the other words."""
+  words, experiments = take(words, "config")
+  return override(load(experiments[-1]), words) if experiments else (None, words)
+
+
+def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
+  """The words of a command line without --NAME=VALUE and --NAME VALUE, and the values."""
+  others, values, rest = [], [], iter(words)
+  for word in rest:
+    flag, is_joined, value = word.partition("=")
+    if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
+      values.append(value if is_joined else next(rest, ""))
+    else:
+      others.append(word)
+  return others, values
+
+
+def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
+  """Changes a configuration to its variant, "tiny", which trains in a minute on a CPU, or ""."""
+  if variant not in ("", "tiny"):
+    raise UserError(f"expected the variant tiny, or none, got {variant}")
+  if variant:
+    config.model.update(num_layers=2, width=32, feed_forward_width=64, max_length=64)
+    config.train.update(num_steps=50, num_epochs=0.0, eval_every_steps=25, eval_every_epochs=0.0)
+    config.train.update(batch_size=8, learning_rate=1e-3)
+    if "warmup_steps" in config.train.schedule:
+      config.train.schedule.warmup_steps = 5
+    config.sample.length = 20
+  return config

@@ -1,0 +1,187 @@
+"""The rules between the settings of a run: one place to look for the cause of an error."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dpjax.config import registry, schema
+from dpjax.config.registry import ConfigDict
+from dpjax.errors import UserError
+
+
+def check(config: Any) -> None:
+  """A `UserError` for the first setting that is unknown, out of range, or contradicts another."""
+  config = schema.fill(config, is_complete=True)
+  model, data, train = config.model, config.data, config.train
+  check_model(model)
+  _check_training(train)
+  max_length = model.max_length
+  # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
+  max_levels = max(1, (max_length - (not schema.is_pooled(model))).bit_length())
+  for key, section in schema.mixers_in(model).items():
+    num_levels, expected = (
+      section.get("num_levels"),
+      f"at most {max_levels}, which reach over the window",
+    )
+    is_valid = not _is_ours(section) or (num_levels or 1) <= max_levels
+    _expect(is_valid, f"{key}.num_levels", expected, num_levels)
+  for key, window in (("train.window", train.window), ("eval.window", config.eval.window)):
+    _expect(window <= max_length, key, f"at most model.max_length = {max_length}", window)
+  window, stride = config.eval.window or max_length, config.eval.stride
+  _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
+  _check_data(data)
+  if train.sampling != "random_windows":
+    expected = "'' unless train.sampling = random_windows"
+    _expect(not data.mixture, "data.mixture", expected, data.mixture)
+  if data.documents == "isolated":
+    max_tokens = config.eval.max_tokens
+    _expect(not max_tokens, "eval.max_tokens", "0 with data.documents = isolated", max_tokens)
+
+
+def check_model(model: Mapping) -> None:
+  """Checks the settings of a model, as `check`."""
+  model = schema.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
+  supplied = dict(init_std=model.init_std, dtype=model.dtype)
+  supplied |= dict(max_length=model.max_length, position_dropout=model.dropout)
+  for key, section in schema.mixers_in(model).items():
+    registry.mixers.build(section, key, **supplied)
+  for key, section in schema.stages_in(model).items():
+    _check_stage(key, section)
+  check_ids(model)
+
+
+def check_ids(model: Mapping) -> None:
+  """Checks that the vocabulary has the tokens that boundaries know, as `check`."""
+  size = model["vocab_size"] or math.inf
+  for name in ("space_ids", "end_ids"):
+    ids = model["boundaries"].get(name, ())
+    expected = f"token ids below model.vocab_size = {size}"
+    _expect(max(ids, default=0) < size, f"model.boundaries.{name}", expected, ids)
+
+
+def _check_stage(key: str, stage: Mapping) -> None:
+  """Checks one stage of pooling, or a model without pooling."""
+  name, types = stage["boundaries"]["name"], registry.boundaries
+  supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
+  supplied["predictor_width"] = stage["feed_forward_width"]
+  boundaries = types.build(stage["boundaries"], f"{key}.boundaries", **supplied)
+  suited = [x for x in types.names() if x == "none" or types.component(x).suits_segments]
+  expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
+  is_valid = key == "model" or name in suited and not boundaries.samples_in_eval
+  _expect(is_valid, f"{key}.boundaries", expected, name)
+  is_pooled = schema.is_pooled(stage)
+  mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
+  if stage["middle"] is None or None in mixers.values():
+    mixers["model.mixer"] = stage["mixer"]
+  for name, mixer in mixers.items():
+    for path, section in schema.in_turn(name, mixer).items():
+      _check_mixer(path, section, f"{key}.width", stage["width"])
+  if is_pooled:
+    return
+  unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
+  unused |= {f"{x}.mixer": (schema.mixer_names(stage[x]["mixer"]), "") for x in ("first", "last")}
+  for name, (value, default) in unused.items():
+    expected = f"{default or None} with {key}.boundaries = none"
+    _expect(value == default, f"{key}.{name}", expected, value)
+  expected = f"None with {key}.boundaries = none"
+  _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
+
+
+def _is_ours(mixer: Mapping) -> bool:
+  """Whether a mixer is dpjax's; of another's, the names of settings may mean anything."""
+  return registry.mixers.component(mixer["name"]).__module__.startswith("dpjax.")
+
+
+def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
+  if not _is_ours(mixer):
+    return
+  heads = mixer.get("num_heads") or 1
+  _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
+  expected = "None where a head has an odd number of features"
+  is_valid = mixer.get("rotary_base") is None or width // heads % 2 == 0
+  got = f"{width} // {heads} = {width // heads} of them"
+  _expect(is_valid, f"{key}.rotary_base", expected, got)
+
+
+def _check_training(train: ConfigDict) -> None:
+  for name in ("num", "eval_every"):
+    steps_in(train, name, steps_per_epoch=1)
+  num_rows, num_parts = train.batch_size, train.grad_accum_steps
+  expected = f"a divisor of train.batch_size = {num_rows}"
+  _expect(num_rows % num_parts == 0, "train.grad_accum_steps", expected, num_parts)
+  registry.optimizers.build(train.optimizer, "train.optimizer", learning_rate=1.0)
+  num_steps = train.num_steps or 2**31
+  registry.schedules.build(train.schedule, "train.schedule", peak=1.0, num_steps=num_steps)
+  name = train.optimizer.name
+  fields = inspect.signature(registry.optimizers.component(name)).parameters
+  expected = f"all with train.optimizer = {name}, which takes no mask"
+  is_valid = train.weight_decay_mask == "all" or "mask" in fields
+  _expect(is_valid, "train.weight_decay_mask", expected, train.weight_decay_mask)
+  if name not in ("adam", "adamw", "lion", "sgd", "muon"):
+    return  # Others may want other ranges.
+  for key, value in train.optimizer.items():
+    if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
+      _expect(0 <= value < 1, f"train.optimizer.{key}", "a number in [0, 1)", value)
+    elif key in ("eps", "eps_root", "weight_decay") and value is not None:
+      _expect(value >= 0, f"train.optimizer.{key}", "at least 0", value)
+
+
+def _check_data(data: ConfigDict) -> None:
+  fractions = data.split_fractions
+  is_valid = len(fractions) == 3 and all(type(x) in (int, float) and x > 0 for x in fractions)
+  is_valid = is_valid and abs(sum(fractions) - 1) < 1e-6
+  _expect(is_valid, "data.split_fractions", "three positive numbers with the sum 1", fractions)
+
+
+def idle_mixers(model: Mapping) -> dict[str, str]:
+  """The mixers that no layer has, by stack, where these are more than the layers."""
+  stacks = {"model": (model["mixer"], model["num_layers"])}
+  for key, stage in schema.stages_in(model).items():
+    for x in ("first", "last") if schema.is_pooled(stage) else ():
+      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
+  idle = {
+    key: schema.mixer_names(mixer).split(",")[num_layers:]
+    for key, (mixer, num_layers) in stacks.items()
+  }
+  return {key: ", ".join(names) for key, names in idle.items() if names}
+
+
+def check_seed(seed: int) -> None:
+  """Checks that JAX can make a random key from a seed, as `check`."""
+  schema.SCHEMA["seed"].check("seed", seed)
+
+
+def check_sampling(sample: Mapping, prefix: str = "") -> None:
+  """Checks settings of `config.sample`, as `check`; messages begin with `prefix`."""
+  for name, value in sample.items():
+    schema.SCHEMA["sample"][name].check(f"{prefix}{name}", value)
+
+
+def check_choice(key: str, value: str, name: str = "") -> None:
+  """Checks that a value is one of the choices of a setting, which messages call `name`."""
+  schema.get(schema.SCHEMA, key).check(name or key, value)
+
+
+def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
+  """The duration given as `name_steps` or as `name_epochs`, whichever is not 0, in steps.
+
+    {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
+
+  A `UserError` unless exactly one is given, and the steps fit 32 bits.
+  """
+  steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
+  is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
+  if not (is_one and math.isfinite(epochs)):
+    raise UserError(
+      f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
+      f"other 0, got {steps} steps and {epochs} epochs"
+    )
+  count, key = steps or epochs * steps_per_epoch, f"train.{name}_{'steps' if steps else 'epochs'}"
+  _expect(count < 2**31, key, "fewer than 2**31 steps", count)
+  return max(1, round(count))
+
+
+def _expect(is_true: Any, key: str, expected: str, got: Any) -> None:
+  if not is_true:
+    raise UserError(f"{key}: expected {expected}, got {got}")

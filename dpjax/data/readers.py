@@ -1,0 +1,166 @@
+"""Reads the text of files, plain or compressed, a few MB at a time."""
+
+import bz2
+import codecs
+import gzip
+import importlib
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from dpjax.errors import UserError
+
+BLOCK_BYTES = 2**20
+RECORDS = (".jsonl", ".parquet")  # files with a document a line or row
+
+
+def optional(module: str, package: str = "") -> Any:
+  """Imports a library that only some sources need; a `UserError` says how to install it."""
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    package = package or module.partition(".")[0]
+    expected = f"expected the package {package} (pip install {package})"
+    raise UserError(f"{module}: {expected}, got: {error}") from error
+
+
+def _open_zst(path: Path, mode: str) -> io.BufferedReader:
+  pa = optional("pyarrow")
+  raw: Any = pa.CompressedInputStream(pa.OSFile(str(path), mode), "zstd")
+  return io.BufferedReader(raw)
+
+
+OPENERS: dict[str, Callable[..., Any]] = {
+  "": open,
+  ".xz": lzma.open,
+  ".gz": gzip.open,
+  ".bz2": bz2.open,
+  ".zst": _open_zst,
+}
+DAMAGES = (EOFError, UnicodeDecodeError, OSError, lzma.LZMAError, zlib.error)
+
+
+def is_compressed(path: Path) -> bool:
+  """Whether the last suffix is that of a compression."""
+  return path.suffix != "" and path.suffix in OPENERS
+
+
+def file_type(path: Path) -> str:
+  """The type of a file, one of `RECORDS` or ".txt"; the suffix of a compression does not count."""
+  suffix = Path(path.stem).suffix if is_compressed(path) else path.suffix
+  return suffix if suffix in RECORDS else ".txt"
+
+
+def stems(split: str) -> tuple[str, ...]:
+  """The names that the file of a split may have, without suffixes."""
+  return (split, "validation") if split == "valid" else (split,)
+
+
+def find_split(folder: Path, split: str, suffixes: Sequence[str] = (".txt",)) -> Path | None:
+  """The file of a split, plain or compressed; None if there is none."""
+  names = (
+    f"{x}{suffix}{opener}" for suffix in suffixes for opener in OPENERS for x in stems(split)
+  )
+  return next((folder / name for name in names if (folder / name).exists()), None)
+
+
+def line_pattern(separator: str) -> str:
+  """`dpjax.data.corpus.Text.marks` of documents with a separator line."""
+  return rf"^{re.escape(separator)}\r?\n"
+
+
+def damage(path: Path, expected: str, error: Exception) -> UserError:
+  """The error for a file that cannot be read in its format."""
+  return UserError(f"{path}: expected {expected}, got {error}")
+
+
+def decode(file: IO[bytes]) -> Iterator[str]:
+  """The text of an open UTF-8 file in blocks, without a byte-order mark."""
+  decoder = codecs.getincrementaldecoder("utf-8-sig")()
+  while block := file.read(BLOCK_BYTES):
+    yield decoder.decode(block)
+  yield decoder.decode(b"", final=True)
+
+
+def read_blocks(path: Path) -> Iterator[str]:
+  """The text of a UTF-8 file in blocks; line ends stay. A `UserError` for a damaged file."""
+  try:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+      yield from decode(file)
+  except DAMAGES as error:
+    raise damage(path, "a text in UTF-8", error) from error
+
+
+def read_text(path: str | Path, setting: str = "data.path") -> str:
+  """The full text of a file, as `read_blocks` reads it.
+
+  Raises:
+    UserError: `setting: ...`, it is no regular file, not UTF-8, or damaged.
+  """
+  path = Path(path)
+  try:
+    if path.stat() and path.is_file():
+      return "".join(read_blocks(path))
+    reason: Any = "no regular file"
+  except (UserError, OSError) as error:
+    reason = getattr(error, "strerror", None) or error.__cause__ or error
+  raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({reason})")
+
+
+def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
+  """The texts of a Parquet file, or of JSON objects, one a line, plain or compressed.
+
+  They are the strings in the first of the columns that a file or an object has; a null is "".
+
+  Raises:
+    UserError: the file is damaged, or has no such column of strings.
+  """
+  path = Path(path)
+  return (_parquet if path.suffix == ".parquet" else _json_lines)(path, columns)
+
+
+def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[str]:
+  number = 0
+  try:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+      for line in file:
+        number += 1
+        if line := line.strip():
+          record = json.loads(line)
+          if not isinstance(record, dict):
+            raise TypeError(f"the type {type(record).__name__}")
+          column = next((name for name in columns if name in record), columns[0])
+          text = record[column]
+          if text is not None and not isinstance(text, str):
+            raise TypeError(f"{column} of the type {type(text).__name__}")
+          (text or "").encode()  # half a pair of surrogates is no text
+          yield text or ""
+  except (*DAMAGES, ValueError, KeyError, TypeError, RecursionError) as error:
+    names = " or ".join(map(repr, columns))
+    raise UserError(
+      f"{path}: expected a JSON object with a string {names} (data.text_field) on each line, got "
+      f"another line {number} ({error!r})"
+    ) from error
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[str]:
+  pa, pq = optional("pyarrow"), optional("pyarrow.parquet")
+  try:
+    # With a buffer, a large group of rows is read a page at a time.
+    with pq.ParquetFile(path, buffer_size=BLOCK_BYTES) as file:
+      column = next((name for name in columns if name in file.schema_arrow.names), columns[0])
+      dtype = file.schema_arrow.field(column).type
+      if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
+        raise TypeError(f"{column} of the type {dtype}")
+      for i in range(file.num_row_groups):  # all at once, it keeps what it has read
+        for batch in file.iter_batches(64, row_groups=[i], columns=[column]):
+          yield from (text or "" for text in batch.column(0).to_pylist())
+  except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:
+    names = " or ".join(columns)
+    expected = f"a Parquet file with a column of strings named {names} (data.text_field)"
+    raise damage(path, expected, error) from error

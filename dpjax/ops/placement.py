@@ -1,0 +1,126 @@
+"""Where a program runs: the platform that it is compiled for, and the devices of its arrays."""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import core, export, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard, use_abstract_mesh
+
+AXIS = "data"  # of a run's devices
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:
+  """`jax.lax.platform_dependent`: applies the function of the platform that is compiled for.
+
+  Their names are platforms, "cpu", "cuda", "rocm" or "tpu", and "default" for all others.
+  """
+  if len(functions) == 1:
+    return functions["default"](*arrays)
+  others = dict(functions)
+  return lax.platform_dependent(*arrays, default=others.pop("default"), **others)
+
+
+def has_cuda() -> bool:
+  """Whether JAX is installed with its compiler for NVIDIA's GPUs, though perhaps without one."""
+  return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def has_triton() -> bool:
+  """Whether JAX can compile Pallas kernels for GPUs by Triton, which it will give up."""
+  return has_cuda() and bool(importlib.util.find_spec("jax.experimental.pallas.triton"))
+
+
+def num_devices() -> int:
+  """The devices of the mesh in use (`jax.sharding.use_abstract_mesh`), without one all of JAX's."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return jax.device_count() if mesh.empty else mesh.size
+
+
+def is_symbolic(x: jax.Array) -> bool:
+  """Whether the first axis has no number yet, as while `jax.export` leaves the batch open."""
+  return export.is_symbolic_dim(x.shape[0])
+
+
+def divide_rows(x: jax.Array) -> jax.Array:
+  """Keeps the first axis of an activation divided over the devices of a run, as its batch is.
+
+  Else XLA may divide the features, like parameters (`train.param_sharding=fsdp`), and move
+  activations at every layer. Does nothing outside of a run.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or is_symbolic(x):
+    return x
+  return _constrain(x, AXIS) if x.shape[0] % mesh.size == 0 else x
+
+
+def replicate(arrays: Any) -> Any:
+  """Copies the arrays to each device of a run, once: before a loop, which would gather again."""
+  return jax.tree.map(_constrain, arrays)
+
+
+def _constrain(x: jax.Array, *axes: str) -> jax.Array:
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.axis_names != (AXIS,) or mesh.manual_axes or mesh.size == 1:
+    return x
+  return lax.with_sharding_constraint(x, PartitionSpec(*axes))
+
+
+def pvary_like(arrays: Any) -> Any:
+  """Within `jax.shard_map`, the arrays as varying over the devices over which one of them does.
+
+  Where a `jax.custom_vjp` takes them, JAX then sums the gradients of those that devices share.
+  """
+  if not jax.sharding.get_abstract_mesh().manual_axes:
+    return arrays
+  leaves = jax.tree.leaves(arrays)
+  zero = sum((jnp.zeros_like(x, jnp.float32, shape=()) for x in leaves), jnp.float32(0))
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), arrays)
+
+
+def automatic_axes(function: _Function) -> _Function:
+  """Lets a function take arrays on a mesh with explicit axes, where JAX refuses many reshapes.
+
+  Within the function the compiler chooses shardings. An axis of a result is sharded like the same
+  axis of the first argument if both have the same size, and otherwise not at all
+  (`jax.sharding.auto_axes` needs the shardings of results before the call):
+
+    causal_convolution(f32[16@data, 12, 6], f32[12, 6, 5]) -> f32[16@data, 12, 5]
+  """
+  name = next(iter(inspect.signature(function).parameters))
+
+  @functools.wraps(function)
+  def run(*args, **kwargs):
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    explicit = (x for x in leaves if isinstance(x, jax.Array) and _mesh(x).explicit_axes)
+    example = next(explicit, None)
+    if example is None:
+      return function(*args, **kwargs)
+    first = args[0] if args else kwargs[name]
+    mesh, axes = _mesh(example), [*jax.typeof(first).sharding.spec]
+    # Outside of `jit`, JAX needs the devices for a result that is not on the mesh yet.
+    is_concrete = not isinstance(example, core.Tracer)
+    devices = cast(NamedSharding, example.sharding).mesh if is_concrete else mesh
+
+    def like_first(x):
+      sizes = zip(axes, first.shape, x.shape, strict=False)
+      spec = PartitionSpec(*(axis if a == b else None for axis, a, b in sizes))
+      return reshard(x, NamedSharding(devices, spec))
+
+    automatic = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    with use_abstract_mesh(automatic):
+      leaves = [reshard(x, PartitionSpec()) if isinstance(x, jax.Array) else x for x in leaves]
+      args, kwargs = jax.tree.unflatten(structure, leaves)
+      result = function(*args, **kwargs)
+    return jax.tree.map(like_first, result)
+
+  return cast(_Function, run)
+
+
+def _mesh(array):
+  return jax.typeof(array).sharding.mesh

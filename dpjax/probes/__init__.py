@@ -1,1 +1,0 @@
-"""Probes of long-range recall: synthetic tasks with accuracy by distance."""

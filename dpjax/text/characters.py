@@ -1,0 +1,92 @@
+"""Characters and bytes as tokens."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from dpjax.errors import UserError
+from dpjax.text.tokenizer import Tokenizer, as_ids
+
+
+class Characters(Tokenizer):
+  r"""One id for each character, by code point; the last one, V - 1, for all others, U+FFFD.
+
+  of "to be\nor not":  encode("be\n")  ->  [2, 3, 0]    decode([2, 3, 8])  ->  "be\ufffd"
+  """
+
+  kind = "characters"
+  lossless = True
+
+  def __init__(self, characters: str):
+    """Takes the characters of the vocabulary, each once, sorted."""
+    self._characters = characters
+    self.vocab_size = len(characters) + 1
+    self.unknown_id = self.vocab_size - 1
+    points = list(map(ord, characters))
+    # Ids by code point; the last one is that of all points beyond.
+    self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)
+    self._table[points] = np.arange(len(points))
+    self.start_id = max(0, characters.find("\n"))
+    self.space_ids = tuple(characters.index(x) for x in " \n" if x in characters)
+
+  @classmethod
+  def train(cls, chunks: Iterable[str]) -> "Characters":
+    """Collects the characters of a text."""
+    characters: set[str] = set()
+    for chunk in chunks:
+      characters.update(chunk)
+    return cls("".join(sorted(characters)))
+
+  def _encode(self, text: str) -> np.ndarray:
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return self._table[np.minimum(points, len(self._table) - 1)]
+
+  def decode(self, ids) -> str:
+    """See `Tokenizer`."""
+    characters = self._characters + "\N{REPLACEMENT CHARACTER}"
+    return "".join(characters[i] for i in as_ids(ids, self.vocab_size))
+
+  def character_ends(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    return np.arange(len(text))
+
+  def as_bytes(self) -> list[bytes]:
+    """See `Tokenizer`."""
+    return [self.decode([i]).encode() for i in range(self.vocab_size)]
+
+  def fields(self) -> dict:
+    """See `Tokenizer`."""
+    return {"characters": self._characters}
+
+  @classmethod
+  def from_fields(cls, kind: str, fields: dict) -> "Characters":
+    """See `Tokenizer`."""
+    if list(fields["characters"]) != sorted(set(fields["characters"])):
+      raise UserError("characters that are not sorted")
+    return cls(fields["characters"])
+
+
+class Bytes(Tokenizer):
+  """The bytes of UTF-8 as ids; invalid UTF-8 decodes as U+FFFD."""
+
+  kind = "bytes"
+  vocab_size = 256
+  start_id = ord("\n")
+  lossless = True
+  space_ids = (ord(" "), ord("\n"))
+
+  def _encode(self, text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+  def decode(self, ids) -> str:
+    """See `Tokenizer`."""
+    return bytes(as_ids(ids, 256).tolist()).decode(errors="replace")
+
+  def character_ends(self, text: str) -> np.ndarray:
+    """See `Tokenizer`."""
+    continues = self.encode(text) & 0xC0 == 0x80  # not the first byte of a character
+    return np.flatnonzero(np.append(~continues, len(text) > 0)[1:])
+
+  def as_bytes(self) -> list[bytes]:
+    """See `Tokenizer`."""
+    return [bytes([i]) for i in range(256)]

@@ -1,0 +1,446 @@
+"""Corpora: each form of a text, its splits, and where its documents begin."""
+
+import gzip
+import json
+import lzma
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpjax.data import corpus as corpus_lib
+from dpjax.data import readers
+from dpjax.data.corpus import SPLITS, Text, load_corpus, register_corpus
+from dpjax.data.remote import Source
+from dpjax.errors import UserError
+from tests import helpers
+
+# Of different lengths; some end without a line end, begin with white space or are one letter.
+TEXTS = [
+  *("one two\n", "  three four five", "s", "six\n\n", "\n seven \u00e9ight\n", "nine\nten\n"),
+  *("eleven twelve thirteen", "\u4e00\u4e8c\n", "fourteen\n", "a b c d e", "fifteen\n", "x"),
+]
+WHOLE = [text if text.endswith("\n") else text + "\n" for text in TEXTS]
+
+
+def zst(content):
+  """Of two frames, as of a file to which another was appended."""
+  pack = pa.Codec("zstd").compress
+  return b"".join(pack(x, asbytes=True) for x in (content[:40], content[40:]))
+
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
+MARK = corpus_lib.BYTE_ORDER_MARK
+
+
+def documents(text):
+  result = []
+  for part, is_first in (pair for chunk in text.chunks() for pair in chunk):
+    result += [part] if is_first else []
+    result[-1] += "" if is_first else part
+  assert "".join(text) == "".join(result)
+  return result
+
+
+def all_documents(corpus):
+  return {split: documents(text) for split, text in corpus.splits.items()}
+
+
+def joined(corpus):
+  return {split: "".join(text) for split, text in corpus.splits.items()}
+
+
+def in_order(splits):
+  return [document for split in SPLITS for document in splits[split]]
+
+
+def as_json(texts, field="text"):
+  # Escaped and not, with other fields, and with blank lines between.
+  lines = [json.dumps({"n": i, field: x}, ensure_ascii=i % 2 == 0) for i, x in enumerate(texts)]
+  return "\n \n".join(lines).encode()
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=[("", MARK), (".gz", b""), (".xz", MARK), (".zst", MARK)], ids=str)
+def packing(request):
+  """An ending, and the function that packs a text for it, some with a byte-order mark."""
+  ending, mark = request.param
+  return ending, lambda content: COMPRESS[ending](mark + content)
+
+
+def test_json_lines(tmp_path, packing):
+  ending, pack = packing
+  path = tmp_path / f"texts.jsonl{ending}"
+  path.write_bytes(pack(as_json(["", *TEXTS, None], "body") + b"\n"))
+  settings = dict(text_field="body", data_dir=tmp_path / "data", documents="isolated")
+  corpus = load_corpus(path=path, split_fractions=(0.5, 0.2, 0.3), **settings)
+  splits = all_documents(corpus)
+  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
+  names = {"train": "train", "valid": "validation", "test": "test"}
+  for i, stem in enumerate(names.values()):
+    (tmp_path / f"{stem}.jsonl{ending}").write_bytes(pack(as_json(TEXTS[i::3])))
+  corpus = load_corpus(path=tmp_path, data_dir=tmp_path / "data")
+  assert all_documents(corpus) == {split: WHOLE[i::3] for i, split in enumerate(names)}
+
+
+def write_parquet(path, texts, field="text"):
+  pq.write_table(pa.table({"n": range(len(texts)), field: texts}), path, row_group_size=5)
+
+
+def test_parquet(tmp_path):
+  write_parquet(tmp_path / "texts.parquet", [None, *TEXTS], "body")
+  settings = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
+  corpus = load_corpus(path=tmp_path / "texts.parquet", text_field="body", **settings)
+  assert in_order(all_documents(corpus)) == WHOLE and corpus.name == "texts"
+  for i, split in enumerate(SPLITS):
+    write_parquet(tmp_path / f"{split}.parquet", TEXTS[i::3])
+  splits = all_documents(load_corpus(path=tmp_path, **settings))
+  assert splits == {split: WHOLE[i::3] for i, split in enumerate(SPLITS)}
+  with pytest.raises(UserError, match="texts.parquet: expected a Parquet .* strings named text "):
+    load_corpus(path=tmp_path / "texts.parquet", **settings)
+
+
+def test_several_files_by_a_pattern(tmp_path, packing):
+  ending, pack = packing
+  folder = tmp_path / "shards"
+  folder.mkdir()
+  for i in range(3):
+    part = TEXTS[4 * i : 4 * i + 4]
+    (folder / f"{i}.jsonl{ending}").write_bytes(pack(as_json(part, "body")))
+    (folder / f"{i}.txt{ending}").write_bytes(pack("".join(WHOLE[4 * i : 4 * i + 4]).encode()))
+    write_parquet(folder / f"{i}.parquet", part, "body")
+  given = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
+  for kind in (f"jsonl{ending}", "parquet"):
+    for _ in range(2):  # The second time, the text is there.
+      corpus = load_corpus(path=folder / f"*.{kind}", text_field="body", **given)
+      assert in_order(all_documents(corpus)) == WHOLE and corpus.name == "shards"
+  text = load_corpus(path=tmp_path / "**" / f"[0-9].txt{ending}", **given)
+  assert "".join("".join(x) for x in text.splits.values()) == "".join(WHOLE)
+  (folder / f"1.jsonl{ending}").write_bytes(pack(as_json(TEXTS[:1], "body")))
+  corpus = load_corpus(path=folder / f"*.jsonl{ending}", text_field="body", **given)
+  assert in_order(all_documents(corpus)) == WHOLE[:4] + WHOLE[:1] + WHOLE[8:]
+  with pytest.raises(UserError, match="^data.path: expected files that match a pattern, got none"):
+    load_corpus(path=folder / "*.csv", **given)
+  with pytest.raises(UserError, match=r"^data.path: expected files of one type, got .jsonl, .parq"):
+    load_corpus(path=folder / "[0-9].*", **given)
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[:-9], lambda x: x[:30] + b"\xff" * 9 + x[39:]])
+def test_a_damaged_zst_is_named(tmp_path, damage):
+  path = tmp_path / "a.txt.zst"
+  path.write_bytes(damage(zst("".join(WHOLE).encode() * 9)))
+  with pytest.raises(UserError, match="a.txt.zst: expected a text in UTF-8, got "):
+    load_corpus(path=path, data_dir=tmp_path / "data")
+  assert not [*tmp_path.glob("data/texts/*/data.json")]
+
+
+def test_a_folder_of_files(tmp_path, packing):
+  ending, pack = packing
+  folder = tmp_path / "mine"
+  for i, text in enumerate(TEXTS):
+    place = folder / ("b" if i > 6 else "a")
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"{i:02}.txt{ending}").write_bytes(pack(text.encode()))
+  (folder / "a" / "03x.txt").write_bytes(b"")  # empty: no document
+  (folder / "README.md").write_bytes(b"no text")
+  corpus = load_corpus(path=folder, documents="isolated", split_fractions=(0.6, 0.2, 0.2))
+  splits = all_documents(corpus)
+  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "mine"
+  for split in SPLITS:
+    (folder / split).mkdir()
+    (folder / split / f"x.txt{ending}").write_bytes(pack(split.encode()))
+  assert all_documents(load_corpus(path=folder)) == {x: [f"{x}\n"] for x in SPLITS}
+  (folder / "valid" / f"x.txt{ending}").unlink()
+  with pytest.raises(UserError, match="^data.path: expected .txt files, each a document.*valid$"):
+    load_corpus(path=folder)
+
+
+def test_files_are_divided_by_size(tmp_path):
+  sizes = [7, 300, 2, 40, 40, 11, 90, 3, 30, 77]
+  for i, size in enumerate(sizes):
+    (tmp_path / f"{i}.txt").write_text("a" * (size - 1) + "\n")
+  splits = all_documents(load_corpus(path=tmp_path, split_fractions=(0.6, 0.2, 0.2)))
+  ends = np.cumsum(sizes)
+  expected = np.searchsorted(ends, ends[-1] * np.array([0.6, 0.8]), "right")  # that fit
+  assert np.cumsum([len(splits["train"]), len(splits["valid"])]).tolist() == expected.tolist()
+
+
+def test_a_line_between(tmp_path, packing):
+  ending, pack = packing
+  separator = {"": "<|end of book|>", ".gz": "***", ".xz": " = "}.get(ending, "--")
+  content = f"{separator}\n".join(WHOLE)
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  for stem in ("books", *SPLITS):
+    (folder / f"{stem}.txt{ending}").write_bytes(pack(content.encode()))
+  settings = dict(separator=separator, data_dir=tmp_path / "data")
+  corpus = load_corpus(path=folder, documents="isolated", **settings)
+  expected = [f"{text}{separator}\n" for text in WHOLE[:-1]] + WHOLE[-1:]
+  assert all_documents(corpus) == dict.fromkeys(SPLITS, expected)
+  # One file is cut where it is cut when joined; a document on the cut becomes two.
+  settings |= dict(path=folder / f"books.txt{ending}", split_fractions=(0.5, 0.2, 0.3))
+  joined, isolated = (load_corpus(documents=how, **settings) for how in ("joined", "isolated"))
+  for split in SPLITS:
+    assert "".join(joined.splits[split]) == "".join(isolated.splits[split])
+  assert "".join(in_order(all_documents(isolated))) == content
+  assert not joined.splits["train"].has_documents
+
+
+def test_lines_with_carriage_returns(tmp_path):
+  (tmp_path / "a").write_bytes(b"one\r\n--\r\ntwo --\n--\nthree\n--")
+  text = Text(tmp_path / "a", 0, 27, marks=readers.line_pattern("--"))
+  assert documents(text) == ["one\r\n--\r\n", "two --\n--\n", "three\n--"]
+
+
+@pytest.mark.parametrize("valid", ["valid", "validation"])
+def test_a_folder_of_splits(tmp_path, valid):
+  texts = {"train": "a\r\nb \u00e9\n", valid: "c\n\n", "test": " d"}
+  for split, text in texts.items():
+    (tmp_path / f"{split}.txt").write_bytes(text.encode())
+  corpus = load_corpus("ignored", tmp_path)
+  assert [*joined(corpus).values()] == [*joined(corpus).values()] == [*texts.values()]
+  assert corpus.name == tmp_path.name and not (tmp_path / "data").exists()
+  assert [len(text) for text in corpus.splits.values()] == [8, 3, 2]
+
+
+def test_a_file_is_cut_at_line_ends_in_order(tmp_path):
+  full = "".join(f"line {i} \u00e9\r\n" for i in range(101))
+  (tmp_path / "lines.txt").write_bytes(full.encode())
+  splits = joined(load_corpus(path=tmp_path / "lines.txt", split_fractions=(0.7, 0.2, 0.1)))
+  assert "".join(splits.values()) == full
+  assert all(text.endswith("\n") for text in splits.values())
+  sizes = [len(text) / len(full) for text in splits.values()]
+  assert sizes == pytest.approx([0.7, 0.2, 0.1], abs=0.02)
+
+
+@pytest.mark.parametrize("text", ["word " * 205, "\N{GRINNING FACE}" * 53])
+def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
+  (tmp_path / "text").write_bytes(text.encode())
+  splits = joined(load_corpus(path=tmp_path / "text"))
+  assert "".join(splits.values()) == text
+  if len(text) == 1025:  # Valid and test are rounded down, train takes the rest.
+    assert [len(part) for part in splits.values()] == [923, 51, 51]
+
+
+@pytest.mark.parametrize(
+  "text, ends",
+  [
+    ("one line\n" * 97, "\n"),
+    ("two \u00e9\n\n" * 97, "\n"),
+    ("\u00e9 " * 307, "\u00e9"),
+    ("\N{GRINNING FACE}" * 101, "\N{GRINNING FACE}"),
+  ],
+)
+def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 61)
+  (tmp_path / "a.txt").write_bytes(text.encode())
+  parts = [*Text(tmp_path / "a.txt", 0, len(text.encode()))]
+  assert "".join(parts) == text
+  assert len(parts) > 5 and max(len(part.encode()) for part in parts) <= 61
+  assert all(part.endswith(ends) for part in parts[:-1])
+
+
+def test_chunks_of_documents_stay_small(tmp_path, monkeypatch):
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 101)
+  texts = [f"document {i} {'x' * (400 * (i == 700))}\n" for i in range(1_000)]
+  (tmp_path / "a.jsonl").write_bytes(as_json(texts))
+  text = load_corpus(path=tmp_path / "a.jsonl").splits["train"]
+  assert documents(text) == texts[: len(documents(text))]
+  assert max(sum(len(part) for part, _ in chunk) for chunk in text.chunks()) <= 101
+
+
+def test_compressed_texts_and_marks_are_read_as_plain_ones(tmp_path):
+  content = b"\xef\xbb\xbf" + b"a\r\nb\rc\n\xef\xbb\xbf" * 41
+  (tmp_path / "text.txt").write_bytes(content)
+  (tmp_path / "text.txt.gz").write_bytes(gzip.compress(content))
+  for name in ("text.txt", "text.txt.gz"):
+    corpus = load_corpus(path=tmp_path / name)
+    assert corpus.name == "text"
+    expected = "".join(joined(corpus).values())
+    assert readers.read_text(tmp_path / name) == expected == content[3:].decode()
+  (tmp_path / "text.txt.gz").rename(long := tmp_path / f"{'n' * 245}.txt.gz")
+  assert "".join(joined(load_corpus(path=long)).values()) == expected
+  helpers.make_pipe(tmp_path / "pipe")
+  with pytest.raises(UserError, match="^text: expected .*no regular file"):
+    readers.read_text(tmp_path / "pipe", "text")
+
+
+def test_a_folder_with_data_dir_in_it_is_the_same_text_again(tmp_path):
+  for i in range(5):
+    (tmp_path / f"{i}.txt").write_text(f"text {i}\n")
+  first, again = (load_corpus(path=tmp_path, data_dir=tmp_path / "data") for _ in range(2))
+  assert first == again and joined(first)["train"] == "text 0\ntext 1\ntext 2\n"
+
+
+def remove(*names):
+  return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def replace(name, make):
+  return lambda folder: ((folder / name).unlink(), make(folder / name))
+
+
+JOINED = "^data.documents: expected joined for {}, which does not say where documents begin"
+NO_FILE = r"^data.path: .*{} \(no regular file\)"
+
+
+@pytest.mark.parametrize(
+  "change, settings, message",
+  [
+    (None, dict(path="none.txt"), "^data.path: .*none.txt .No such file"),
+    *((remove(f"{x}.txt"), dict(path="."), f"^data.path: expected {x}.txt") for x in SPLITS),
+    (replace("test.txt", Path.touch), dict(path="."), "^data.path: .*empty file .*test.txt"),
+    (None, dict(path="valid.txt"), "^data.path: .*three splits, got 3 bytes"),
+    (None, dict(path="a.txt", separator="-- --"), "data.separator: expected a text with marks"),
+    (None, dict(path="a.txt"), JOINED.format("a")),
+    (None, dict(), JOINED.format("python_manual")),
+    (
+      None,
+      dict(path="a.txt", separator="--", text_field="b"),
+      "^data.text_field: expected 'text' unless .* 'b'",
+    ),
+    (None, dict(path="a.jsonl", separator="--"), "^data.separator: expected '' unless data.path"),
+    (None, dict(separator="--", documents="joined"), "^data.separator: expected '' unless"),
+    (None, dict(path="few"), "^data.path: .*long enough for three splits, got 4 bytes in few"),
+    (None, dict(path="a.txt.gz"), "a.txt.gz: expected a text in UTF-8, got"),
+    (None, dict(path="b.jsonl"), "^data.path: .*long enough for three splits"),
+    # A pipe would be waited for, and /dev/zero never ends.
+    (None, dict(path="/dev/zero"), NO_FILE.format("/dev/zero")),
+    (replace("test.txt", helpers.make_pipe), dict(path="test.txt"), NO_FILE.format("test.txt")),
+    (replace("test.txt", os.mkdir), dict(path="."), NO_FILE.format("test.txt")),
+    (None, dict(name="python_manuel"), "^data.name: .*did you mean python_manual"),
+  ],
+)
+def test_refusals(tmp_path, monkeypatch, change, settings, message):
+  folder = tmp_path / "texts"
+  (folder / "few").mkdir(parents=True)
+  monkeypatch.chdir(folder)
+  for name, text in {"train": "a\nb\n", "valid": "c\n\n", "test": " d"}.items():
+    (folder / f"{name}.txt").write_text(text)
+  (folder / "a.txt").write_text("--\n".join(WHOLE * 3))
+  (folder / "a.txt.gz").write_bytes(b"no archive")
+  (folder / "a.jsonl").write_bytes(as_json(TEXTS))
+  (folder / "b.jsonl").write_bytes(as_json(TEXTS[:1]))
+  for name in "xy":
+    (folder / "few" / f"{name}.txt").write_text(name)
+  if change:
+    change(folder)
+  with pytest.raises(UserError, match=message) as error:
+    load_corpus(**{"documents": "isolated", **settings})
+  assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_read(tmp_path, monkeypatch):
+  for split in SPLITS:
+    (tmp_path / f"{split}.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
+  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 7)
+  with pytest.raises(UserError, match="^data.path: .* 0xe9 at offset 11 of .*valid.txt"):
+    list(load_corpus(path=tmp_path).splits["valid"])
+
+  def refuse(path, *arguments, **settings):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr("pathlib.Path.open", refuse)
+  for path in (tmp_path / "train.txt", tmp_path):
+    with pytest.raises(UserError, match="^data.path: .*train.txt .Permission denied"):
+      load_corpus(path=path)
+
+
+@pytest.mark.parametrize(
+  "line", ["[1]", "{", '{"other": "a"}', '{"text": 3}', '{"text": "\\ud800"}']
+)
+def test_a_line_that_is_no_document(tmp_path, line):
+  path = tmp_path / "texts.jsonl"
+  path.write_bytes(as_json(["a", "b"]) + b"\n" + line.encode() + b"\n" + as_json(["c"] * 9))
+  with pytest.raises(UserError, match="texts.jsonl: .*string 'text' .data.text_field.*line 4 "):
+    load_corpus(path=path)
+
+
+def test_the_python_manual(monkeypatch, tmp_path):
+  pytest.importorskip("pydoc_data.topics")
+  splits = joined(load_corpus("python_manual"))
+  text = "".join(splits.values())
+  assert 'The "assert" statement' in text and len(text) > 4 * 10**5
+  assert len(splits["train"]) / len(text) == pytest.approx(0.9, abs=0.01)
+  monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+  with pytest.raises(UserError, match="libpython3-stdlib.*data.path"):
+    load_corpus("python_manual", data_dir=tmp_path / "new")
+
+
+@pytest.fixture
+def register(monkeypatch):
+  """Registers a corpus for one test."""
+  monkeypatch.setattr(corpus_lib, "SOURCES", dict(corpus_lib.SOURCES))
+  return lambda name, read, **options: register_corpus(
+    name, Source("", read, "", "", "", **options)
+  )
+
+
+def test_a_corpus_of_the_users(register, tmp_path, capsys):
+  calls = []
+
+  def read(files):
+    calls.append(files.manual_dir)
+    for split in ("train", "test", "train"):  # in any order
+      yield split, f"text {split}\n"
+
+  register("mine", read)
+  expected = {"train": "text train\n", "valid": "text train\n", "test": "text test\n"}
+  for _ in range(2):  # The second time, the text is there.
+    assert joined(load_corpus("mine", split_fractions=(0.5, 0.4, 0.1), manual_dir="x")) == expected
+  assert len(calls) == 1 and capsys.readouterr().out == "preparing mine in data/texts\n"
+  for name in ("mine", "python_manual", "a/b", "tfds:x"):
+    with pytest.raises(UserError, match="name: expected a new one"):
+      register(name, read)
+
+
+@pytest.mark.parametrize("which", [("train",), ("train", "test"), ("train", "valid"), SPLITS])
+@pytest.mark.parametrize("yields_documents", [False, True])
+def test_missing_splits_are_cut_from_the_end_of_train(register, which, yields_documents):
+  texts = [f"line {i} \u00e4\n" for i in range(100)]
+  register("x", lambda _: ((x, t) for x in which for t in texts), yields_documents=yields_documents)
+  corpus = load_corpus("x", documents="isolated" if yields_documents else "joined")
+  splits = joined(corpus)
+  assert list(splits) == list(SPLITS) and all(splits.values())
+  assert "".join(text for x, text in splits.items() if x not in which[1:]) == "".join(texts)
+  assert all(splits[x] == "".join(texts) for x in which[1:])
+  if yields_documents:
+    assert documents(corpus.splits["valid"]) == splits["valid"].splitlines(keepends=True)
+
+
+def test_splits_by_hand_come_first(register, tmp_path):
+  register("mine", lambda _: 1 / 0)
+  folder = tmp_path / "data/manual/mine"
+  folder.mkdir(parents=True)
+  for i, split in enumerate(SPLITS):
+    if i:
+      with pytest.raises(UserError, match=f"data.manual_dir: .* without .*{split}.txt"):
+        load_corpus("mine")
+    (folder / f"{split}.txt.xz").write_bytes(lzma.compress(f"{split} \u00e4\n".encode()))
+  assert joined(load_corpus("mine")) == {split: f"{split} \u00e4\n" for split in SPLITS}
+
+
+def test_a_text_is_written_completely_or_not_at_all(register, tmp_path):
+  def fail(_):
+    yield "train", "half"
+    raise OSError(28, "No space left on device")
+
+  register("mine", fail)
+  with pytest.raises(UserError, match="No space left"):
+    load_corpus("mine")
+  assert [x.name for x in (tmp_path / "data/texts").iterdir()] == ["mine.lock"]
+
+
+def test_an_old_installation_has_no_plugin(monkeypatch):
+  monkeypatch.setattr(corpus_lib, "load_plugins", lambda: None)
+  monkeypatch.setattr(corpus_lib, "SOURCES", {"python_manual": 1})
+  with pytest.raises(UserError, match="got text8 .in a clone, `pip install -e .` adds"):
+    load_corpus("text8")

@@ -1,0 +1,286 @@
+"""Wrong arguments of operators are refused by their names, before anything is computed."""
+
+import inspect
+import math
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from jaxtyping import AbstractArray, Array, Float, Int32, PRNGKeyArray
+
+from dpjax import ops
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Binary, Real, Starts, typed
+
+B, T, D, K, H, E, M = 2, 7, 5, 3, 4, 6, 8
+
+
+class Cache(NamedTuple):
+  ring: Float[Array, "B 2**K-1 D"]
+  length: Int32[Array, "B"]
+
+
+@typed
+def mix(
+  x: Float[Array, "B T D"],
+  gates: Float[Array, "T K"] | Float[Array, "T K D"],
+  cache: Cache | None = None,
+  *,
+  previous: tuple[Float[Array, "B"], Binary[Array, "B"]] | None = None,
+  ends: Binary[Array, "B T"] | None = None,
+  document_starts: Starts[Array, "B T"] | None = None,
+  weights: Real[Array, "#B T"] | None = None,
+  key: PRNGKeyArray | None = None,
+  scale: float = 2.0,
+):
+  del cache, previous, ends, document_starts, weights, key
+  return scale * x * gates[:, :1].reshape(gates.shape[0], -1)[None]
+
+
+def floats(*shape):
+  return jnp.full(shape, 0.5)
+
+
+class Stranger:
+  """An object that cannot be an array."""
+
+  def __array__(self, *arguments, **settings):
+    raise RuntimeError("no array")
+
+
+NOTHING = [(str(x), x) for x in (None, "abc", {}, [[1.0], [1.0, 2.0]])] + [("object", Stranger())]
+ENDS = np.eye(T, dtype=np.int32)[[0, 0]]
+VALID = dict(
+  x=floats(B, T, D),
+  gates=floats(T, K),
+  cache=Cache(floats(B, 2**K - 1, D), jnp.zeros(B, jnp.int32)),
+  previous=(floats(B), np.ones(B, bool)),
+  ends=ENDS,
+  document_starts=ENDS,
+  weights=np.ones((1, T), bool),
+  key=jax.random.key(0),
+)
+SIZES = "with B=2, T=7, D=5"
+WRONG = [
+  (dict(x=floats(T, D)), r"x: expected Float[Array, 'B T D'], got float32[7, 5]"),
+  (dict(x=jnp.ones((B, T, D), int)), "x: expected Float[Array, 'B T D'], got int32[2, 7, 5]"),
+  *((dict(x=x), "x: expected Float[Array, 'B T D'], got ") for _, x in NOTHING),
+  (
+    dict(gates=floats(T - 1, K)),
+    f"gates: expected Float[Array, 'T K'] or Float[Array, 'T K D'] {SIZES}, got float32[6, 3]",
+  ),
+  (dict(gates=floats(T, K, D + 1)), "gates: expected Float[Array, 'T K'] or "),
+  (
+    dict(cache=Cache(floats(B, 5, D), jnp.zeros(B, jnp.int32))),
+    f"cache.ring: expected Float[Array, 'B 2**K-1 D'] {SIZES}, K=3, got float32[2, 5, 5]",
+  ),
+  (dict(cache=Cache(floats(B, 7, D), floats(B))), "cache.length: expected Int32[Array, 'B']"),
+  (dict(cache=3), "cache: expected Cache or None"),
+  (dict(cache=(floats(B, 7, D), jnp.zeros(B, jnp.int32))), "cache: expected Cache or None"),
+  (dict(previous=(floats(B), floats(B, 1))), "previous: expected Binary[Array, 'B'] with "),
+  (
+    dict(previous=floats(B)),
+    "previous: expected tuple[Float[Array, 'B'], Binary[Array, 'B']] or None with ",
+  ),
+  (dict(ends=ENDS + 2), "ends: expected zeros and ones, got 3"),
+  (dict(ends=-ENDS), "ends: expected zeros and ones, got -1"),
+  (dict(document_starts=ENDS[:, ::-1]), "document_starts: expected every row to begin with 1, got"),
+  (dict(document_starts=ENDS / 1), "document_starts: expected Starts[Array, 'B T'] or None"),
+  (dict(weights=floats(3, T)), "weights: expected Real[Array, '#B T'] or None"),
+  (dict(weights=1j * floats(B, T)), "weights: expected Real[Array, '#B T'] or None"),
+  (dict(key=jax.random.split(VALID["key"])), "key: expected Key[Array, ''] or UInt32[Array, '2']"),
+]
+
+
+@pytest.mark.parametrize("changes, message", WRONG, ids=[next(iter(x)) for x, _ in WRONG])
+def test_wrong_arrays_are_named(changes, message):
+  with pytest.raises(ValueError) as error:
+    mix(**VALID | changes)
+  assert str(error.value).startswith(message) and "\n" not in str(error.value)
+  # Under `jit`, of what is closed over as well.
+  with pytest.raises(ValueError) as error:
+    jax.eval_shape(lambda: mix(**VALID | changes))
+  assert str(error.value).startswith(message)
+
+
+def test_array_likes_and_missing_arguments():
+  listed = VALID | dict(gates=np.full((T, K), 0.5).tolist(), x=np.full((B, T, D), 0.5))
+  np.testing.assert_array_equal(mix(**listed), floats(B, T, D))
+  assert mix(floats(B, T, D), floats(T, K, D)).shape == (B, T, D)
+  assert mix(**VALID | dict(cache=Cache(np.ones((B, 7, D), "f"), np.ones(B, "i")))) is not None
+  with pytest.raises(TypeError, match="missing a required argument: 'gates'"):
+    mix(floats(B, T, D))  # pyright: ignore[reportCallIssue]
+
+
+def test_within_transformations():
+  """The same checks, and nothing is added to what is traced."""
+  x, gates = floats(B, T, D), floats(T, K)
+  plain = mix.__wrapped__
+  traced = [str(jax.make_jaxpr(f)(x, gates, document_starts=ENDS)) for f in (mix, plain)]
+  assert traced[0] == traced[1]
+  expected = mix(x, gates)
+  mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  rows, everywhere = PartitionSpec("rows"), PartitionSpec()
+  shards = jax.shard_map(mix, mesh=mesh, in_specs=(rows, everywhere), out_specs=rows)
+  for run in (jax.jit(mix), jax.jit(shards), lambda x, g: jax.vmap(mix, (0, None))(x[None], g)[0]):
+    np.testing.assert_array_equal(run(x, gates), expected)
+  np.testing.assert_array_equal(jax.grad(lambda x: mix(x, gates).sum())(x), 2 * expected)
+  jax.eval_shape(mix, x, gates, document_starts=jnp.asarray(ENDS + 1))  # No values to read.
+  message = "^gates: expected .*got float32.6, 3."
+  mapped = jax.vmap(mix, (0, None))
+  for run in (jax.jit(mix), lambda x, g: mapped(x[None], g), jax.grad(lambda *a: mix(*a).sum())):
+    with pytest.raises(ValueError, match=message):
+      run(x, gates[:-1])
+
+
+def public_functions():
+  return {name: x for name in ops.__all__ if inspect.isfunction(x := getattr(ops, name))}
+
+
+# Of JAX's signature; array-likes of a shape that is an argument, too.
+OTHERS = {"dot_general", "as_factor", "product_dtype", "check_starts", "check_boundaries"}
+
+
+@pytest.mark.parametrize("name", sorted(public_functions().keys() - OTHERS))
+def test_every_array_of_a_public_function_is_annotated(name):
+  function = public_functions()[name]
+  hints = typing.get_type_hints(function)
+  hints.pop("return")
+  for parameter in inspect.signature(function).parameters:
+    inner = [x for choice in arrays._choices(hints[parameter]) for x in arrays._choices(choice)]
+    assert not any(x in (jax.Array, np.ndarray, typing.Any) for x in inner) or parameter == "others"
+  has_arrays = any(
+    isinstance(x, type) and issubclass(x, AbstractArray)
+    for hint in hints.values()
+    for x in arrays._choices(hint)
+  )
+  assert has_arrays == hasattr(function, "__wrapped__")
+
+
+QKV = (floats(B, T, H, E),) * 3
+ATTENTION = ops.init_attention_cache(B, M, H, E)
+KEYS = dict(positions=floats(T, H, E), content_bias=floats(H, E), position_bias=floats(H, E))
+SHORT = KEYS | dict(positions=floats(T - 1, H, E))
+HALF = floats(B, T, D).astype(jnp.bfloat16)
+FLAT = floats(B, T)
+
+
+# Relations between sizes, dtypes and values, which no annotation tells.
+@pytest.mark.parametrize(
+  "call, message",
+  [
+    (lambda: ops.relative_attention(*QKV, **SHORT), "positions: expected R of at least 7"),
+    (
+      lambda: ops.relative_attention_cached(*QKV, **KEYS, cache=ATTENTION),
+      "positions: expected R of at least 8",
+    ),
+    (lambda: ops.causal_attention(*(x[:, :0] for x in QKV)), "queries: expected sizes of at leas"),
+    (lambda: ops.causal_attention(*QKV, dropout_rate=0.1), "dropout_key: expected a random key"),
+    (lambda: ops.causal_attention(*QKV, dropout_rate=1.0), "dropout_rate: expected a probability"),
+    (lambda: ops.causal_attention(*QKV, window=0), "window: expected at least 1, got 0"),
+    (lambda: ops.causal_attention(*QKV, block_size=2.5), "block_size: expected an integer"),
+    (lambda: ops.rotate(QKV[0][..., :5], floats(1, T, 2)), "inputs: expected an even E"),
+    (lambda: ops.rotary_angles(T, 5), "features: expected an even number"),
+    (lambda: ops.rotary_angles(T, E, math.nan), "base: expected a number above 0"),
+    (
+      lambda: ops.causal_attention_cached(*QKV, ops.init_attention_cache(B, 6, H, E)),
+      "queries: expected a chunk of C = 1 .. 6 tokens",
+    ),
+    (
+      lambda: ops.causal_attention_cached(*QKV, ATTENTION._replace(length=ATTENTION.length + 2)),
+      "cache: expected rows of at most M = 8 tokens, got 9",
+    ),
+    (
+      lambda: ops.causal_attention_cached(*QKV[:2], QKV[2].astype(jnp.bfloat16), ATTENTION),
+      "values: expected float32, got bfloat16",
+    ),
+    (
+      lambda: ops.causal_attention_cached(*QKV, ATTENTION, lengths=np.array([T, 8])),
+      "lengths: expected 0 .. C = 7, got 8",
+    ),
+    (
+      lambda: ops.shift_and_sum_cached(
+        QKV[0], floats(B, T, H, 1), ops.ShiftAndSumCache(HALF[:, :1, None, :1], jnp.ones(B, "i"))
+      ),
+      "cache.ring: expected Float",
+    ),
+    (
+      lambda: ops.causal_convolution_cached(HALF, floats(M), ops.init_convolution_cache(B, M, D)),
+      "cache.inputs: expected bfloat16, got float32",
+    ),
+    (lambda: ops.causal_convolution(HALF, floats(T - 1)), "inputs: expected at most 6 positions"),
+    (lambda: ops.causal_convolution(HALF[:, :0], floats(0)), "filters: expected at least one tap"),
+    (lambda: ops.shift_and_sum(*QKV[:2], implementation="loob"), "implementation: expected one of"),
+    (lambda: ops.num_levels(0), "max_length: expected at least 1, got 0"),
+    (lambda: ops.init_shift_and_sum_cache(B, H, E, 31), "num_levels: expected at most 30, got 31"),
+    (lambda: ops.init_segment_cache(True, D), "batch: expected an integer of at least 1, got True"),
+    (lambda: ops.init_segment_cache(B, D, jnp.int32), "dtype: expected a float, got int32"),
+    (lambda: ops.init_convolution_cache(B, 2**31, D), "num_taps: expected at most 2147483647"),
+    (lambda: ops.check_boundaries(ENDS, (B, T + 1)), "boundaries: expected "),
+    (lambda: ops.check_starts(ENDS, (T,)), r"shape: expected \(B, T\)"),
+    (lambda: ops.pool_segments(HALF, ENDS, 3, method="max"), "method: expected one of"),
+    (lambda: ops.pool_segments(HALF, ENDS, -1), "capacity: expected at least 0, got -1"),
+    (lambda: ops.upsample_segments(HALF[:, :1], ENDS), "segments: expected S of at least 2"),
+    (lambda: ops.whitespace_boundaries(ENDS, (0, 2.5)), "space_ids: expected token ids"),
+    (
+      lambda: ops.fixed_boundaries((B, T), 3, num_before=np.ones(3, int)),
+      "num_before: expected ",
+    ),
+    (
+      lambda: ops.entropy_threshold(floats(B, T), "local", 1.0),
+      "rule: expected one of global, monotonic, combined, got local",
+    ),
+    (lambda: ops.conditional_entropy(floats(B, T, 0)), "logits: expected V of at least 1"),
+    (lambda: ops.ratio_loss(ENDS, floats(B, T), 1.0), "factor: expected a factor above 1, got 1.0"),
+    (lambda: ops.run_at_capacity(3, (3,), None, HALF), "function: expected a function, got 3"),
+    (lambda: ops.run_at_capacity(abs, (3,), None, HALF), "sizes: expected rising capac.* to S = 7"),
+    (lambda: ops.capacities(0, 3), "longest: expected at least 1, got 0"),
+    (lambda: ops.capacities(3, 0), "number: expected at least 1, got 0"),
+    (lambda: ops.fixed_boundaries((B, T), 3, 3), "offset: expected at most 2, got 3"),
+    (lambda: ops.whitespace_boundaries(ENDS, ()), "space_ids: .* alphabet without a space"),
+    (lambda: ops.gumbel_sigmoid(FLAT, 1.0), "key, noise: .* got none"),
+    (
+      lambda: ops.gumbel_sigmoid(FLAT, 1.0, key=VALID["key"], noise=FLAT),
+      "key, noise: .* got both",
+    ),
+    (lambda: ops.gumbel_sigmoid(FLAT, 1.0, noise=FLAT - 0.5), "noise: .* above 0 and below 1"),
+    (lambda: ops.binomial_prior_loss(FLAT, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
+    (
+      lambda: ops.entropy_threshold(FLAT, "global", 1.0, 0.5),
+      "theta_add: expected 0 with the rule global",
+    ),
+    # Of two tokens in a row one is a boundary at most.
+    (
+      lambda: ops.entropy_theta(jnp.arange(14.0).reshape(2, 7), 1.5, "combined", 0.1),
+      "factor: expected at least 1.75, which theta_add = 0.1 leaves, got 1.5",
+    ),
+  ],
+)
+def test_relations_that_no_annotation_tells(call, message):
+  with pytest.raises(ValueError, match=f"^{message}"):
+    call()
+
+
+@pytest.mark.parametrize("integer", [2**40, np.int64(2**40)])
+def test_an_integer_beyond_32_bits_is_the_float(integer):
+  logits = floats(B, T)
+  for call in (
+    lambda x: ops.entropy_threshold(logits, "global", x),
+    lambda x: ops.gumbel_sigmoid(logits, x, noise=logits),
+    lambda x: ops.ratio_loss(ENDS, logits, x),
+    lambda x: ops.rate_bounds_loss(ENDS, x, -x),
+  ):
+    np.testing.assert_array_equal(call(integer), call(2.0**40))
+
+
+NO_NUMBERS = [None, "0.5", math.nan, -math.inf, 1j, [0.5], True, Stranger(), 2**80]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_no_number(value):
+  with pytest.raises(ValueError, match="^theta: expected a finite number, got "):
+    arrays.number("theta", value)
