@@ -100,15 +100,15 @@ BUILT_IN = {
   **{name: getattr(layers, name.upper()) for name in ("she", "he", "we", "me")},
 }
 LOCAL = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")
-BY_DEFAULT = ("local_attention", "relative_attention")
 # What a stack adds to its mixers.
 OF_PATTERNS = ("chunks", "documents"), ("causality", "lengths", "tokens", "no_key")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "names, relations",
   [
-    helpers.slow_unless(pair == BY_DEFAULT and relations is OF_PATTERNS[0], pair, relations)
+    (pair, relations)
     for pair in itertools.combinations_with_replacement(sorted(BUILT_IN), 2)
     for relations in OF_PATTERNS
   ],

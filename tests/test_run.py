@@ -102,6 +102,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_ends_bit_for_bit_as_never_stopped(finished, tmp_path, monkeypatch):
   workdir, _, scores = finished
   config = workdir_lib.read_config(workdir)

@@ -76,7 +76,9 @@ def test_a_model_may_have_no_predictor_but_has_segments():
     segment(made_up("vanilla"), tokens)
 
 
-@pytest.mark.parametrize("outer, before", [("fixed", 1), ("routing", 0)])
+@pytest.mark.parametrize(
+  "outer, before", [pytest.param("fixed", 1, marks=pytest.mark.slow), ("routing", 0)]
+)
 def test_every_stage_is_shown(outer, before, monkeypatch, capsys):
   """Before fixed segments there is a group, which the second stage counts."""
   model = helpers.model_settings("relative_attention", outer, vocab_size=NUM_IDS)

@@ -118,6 +118,7 @@ def test_a_model_of_normal_weights():
 
 
 # So the authors of the pooling paper begin, with 0.02 for both.
+@pytest.mark.slow
 def test_a_model_with_token_pooling():
   mixer = helpers.component(registry.mixers, "relative_attention", num_heads=3)
   stacks = {place: dict(num_layers=2, mixer=mixer) for place in ("first", "last")}

@@ -110,6 +110,7 @@ def test_layers_have_their_mixers_in_turn():
   np.testing.assert_allclose(found.hidden, x_btd, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_does_not_grow_with_the_periods():
   def count(num_layers):
     model = in_turn(num_layers=num_layers)

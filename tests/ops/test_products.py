@@ -144,7 +144,8 @@ def test_the_layout_is_for_a_cpu_alone(platform):
 MIXERS = "dispatcher", "attention", "relative_attention", "me"
 
 
-@pytest.mark.parametrize("mixer", [helpers.slow_unless(x == "dispatcher", x) for x in MIXERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_every_product_of_a_step_has_bfloat16_factors(mixer):
   config = helpers.model_settings(mixer, max_length=11, tie_embeddings=mixer == "me")
   model, tokens = build_model(config), jnp.zeros((3, 5), jnp.int32)

@@ -166,7 +166,8 @@ def test_masks_of_a_model_with_everything(kinds):
     assert is_decayed == expected, name
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_what_is_frozen_stays_and_has_no_part_in_the_others(name):
   boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)
   reader = dpjax.build_model(helpers.model_settings())

@@ -297,6 +297,7 @@ def check_parts(kinds, num_parts, seed):
   return bool(0 < sums["boundaries"] < sums["count"])
 
 
+@pytest.mark.slow
 def test_parts_of_a_routed_batch_give_the_gradient_of_the_whole():
   assert check_parts("routing", 4, seed=4)
 
