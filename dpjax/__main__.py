@@ -15,7 +15,10 @@ COMMANDS = {
   "evaluate": ("dpjax.commands.evaluate", "score a split or a text with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
-  "doctor": ("dpjax.commands.doctor", "see whether JAX computes rightly here, and how fast"),
+  "doctor": (
+    "dpjax.commands.doctor",
+    "check that JAX computes correctly on this machine, and how fast",
+  ),
   "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
   "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),

@@ -10,7 +10,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.analysis import calibrate
+from dpjax.analysis import calibrate, segmentation
 from dpjax.errors import Interrupted
 from dpjax.models.build import with_frozen
 from dpjax.training import loop
@@ -236,3 +236,16 @@ def test_wrong_flags(first, flag, message):
   with pytest.raises(SystemExit) as end:
     calibrate.main([str(first[0] / "a"), "--factor=3", flag])
   assert end.value.code == message
+
+
+@pytest.mark.parametrize("command, split", [(calibrate, "valid"), (segmentation, "test")])
+def test_commands_refuse_tokens_that_were_changed(first, pooled, command, split):
+  arguments = [str(first[0] / "a"), "--factor=3"] if command is calibrate else [str(pooled[0])]
+  path = dpjax.load(arguments[0]).data.folder / f"{split}.bin"
+  content = path.read_bytes()
+  path.write_bytes(content[::-1])  # of equal size, and every token is one of the vocabulary
+  try:
+    with pytest.raises(SystemExit, match=f"{split}.bin"):
+      command.main(arguments)
+  finally:
+    path.write_bytes(content)

@@ -18,8 +18,8 @@ or, from "Attention Is Not All You Need Anymore", Sec. 6:
   by_length    the median of the last 2,000 batches over the context window (Fig. 10)
   by_layers    the same over the number of layers (Fig. 11)
 
-Over batches, runs that differ only in the seed, or that --labels names alike, are one line, their
-mean, in a band of one standard deviation to each side. In the last two figures, runs with one
+Over batches, runs that differ only in the seed, or have the same label, are drawn as one line,
+their mean, with a band of +-1 standard deviation. In the last two figures, runs with one
 label or mixer form a line, through the mean of runs of one size. A table is printed, too.
 """
 
@@ -229,13 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not is_paper:
       metric = find_metric(runs, options.metric)
     elif options.metric:
-      raise UserError(f"metric: expected it with --figure=progress or metric, got {options.metric}")
+      raise UserError(
+        f"metric: expected only with --figure=progress or --figure=metric, got {options.metric}"
+      )
     if figure == "metric" and not metric:
       raise UserError("metric: expected runs that were evaluated, got none")
     picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=options.width)
     scores = runs_lib.score_table(runs, every, metric)
     print(runs_lib.cost_table(runs, every) if is_paper else scores)
     if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.SIZES.get(figure, ())[:1])):
-      print("\nTo be compared with care:", *notes, sep="\n  ")
+      print("\nCompare these runs with care:", *notes, sep="\n  ")
     write(picture, out)
     print(f"\nThe figure: {out}")

@@ -46,7 +46,7 @@ def choice(names: str, meaning: str, is_free: bool = False) -> Setting:
 
 
 _STACK = {
-  "num_layers": S(2, "blocks on tokens, before or after the pooling; with boundaries", 1),
+  "num_layers": S(2, "token-level blocks before or after the pooling; only with boundaries", 1),
   "mixer": Component(registry.mixers, None, "a mixer of their own; None: model.mixer"),
 }
 _POOLING: dict[str, Any] = {
@@ -67,13 +67,15 @@ _MODEL: dict[str, Any] = {
   "num_layers": S(6, "blocks; with token pooling, those on segments", 1),
   "width": S(512, "D, the features of a token's vector", 1),
   "feed_forward_width": S(512, "features within each feed-forward network", 1),
-  "max_length": S(512, "the window: the most tokens at once; of Extractors also the taps l", 1),
+  "max_length": S(
+    512, "the window: tokens in the context, at most; for Extractors also the number of taps l", 1
+  ),
   "norm_position": choice("post pre", "norms after or before each branch"),
   "norm_type": choice("layer_norm rms_norm", "with or without mean and bias"),
   "norm_epsilon": S(1e-5, "added to the variance, or to the mean square", above=0),
   "use_bias": S(True, "of norms, feed-forward networks and logits; a mixer has its own"),
   "positions": choice("sinusoidal learned none", "of tokens; none also drops the scale sqrt(D)"),
-  "tie_embeddings": S(False, "logits by the token table: no matrix of their own"),
+  "tie_embeddings": S(False, "reuse the token embedding as the output layer"),
   "activation": choice(
     "relu gelu swiglu", "of feed-forward layers: gelu by erf, swiglu with a third matrix"
   ),
@@ -124,7 +126,7 @@ _TRAIN = {
   ),
   "batch_size": S(20, "rows of all devices together", 1),
   "window": S(0, "tokens a row; 0: model.max_length", 0),
-  "init_from": S("", "the folder of a run whose best parameters to begin with"),
+  "init_from": S("", "the folder of a run whose best parameters initialize this one"),
   "grad_accum_steps": FREE(1, "parts of a batch, in turn, for less memory; divides batch_size", 1),
   "num_steps": S(0, "updates of the whole run; 0 with train.num_epochs", 0),
   "num_epochs": S(60.0, "passes over the train split; 0 with train.num_steps"),
@@ -133,7 +135,8 @@ _TRAIN = {
   "schedule": Component(registry.schedules, "constant", "of the learning rate"),
   "grad_clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
   "weight_decay_mask": choice(
-    "all matrices", "what decays; matrices: neither norms, biases nor tables"
+    "all matrices",
+    "which parameters get weight decay; matrices excludes norms, biases and embedding tables",
   ),
   "ema_decay": S(0.0, "of averaged parameters that are scored and kept; 0: none", 0, below=1),
   "log_every_steps": FREE(20, "updates between reports of the loss", 1),
@@ -141,22 +144,24 @@ _TRAIN = {
   "eval_every_epochs": FREE(1.0, "epochs between evaluations; 0 with train.eval_every_steps"),
   "patience": FREE(0, "evaluations without a new best that end the run; 0: never", 0),
   "checkpoint_every_steps": FREE(500, "updates between checkpoints", 1),
-  "max_to_keep": FREE(2, "the number of last ones; the best is kept beside them", 1),
+  "max_to_keep": FREE(2, "recent checkpoints to keep, in addition to the best", 1),
   "matmul_dtype": choice(
     "float32 bfloat16",
     "of the operands of matrix products; bfloat16 is mixed precision: sums, norms, softmax and "
     "what layers pass on stay in model.dtype",
   ),
-  "param_sharding": choice("replicated fsdp", "on all devices, or each divided over them", True),
+  "param_sharding": choice(
+    "replicated fsdp", "replicate parameters on all devices, or shard each over them", True
+  ),
 }
 _EVAL = {
   "window": FREE(0, "tokens a row; 0: model.max_length", 0),
-  "stride": FREE(0, "new tokens a window; 0: the window, so without context", 0),
+  "stride": FREE(0, "new tokens a window; 0: equal to the window, so windows do not overlap", 0),
   "batch_size": FREE(10, "rows", 1),
   "max_tokens": FREE(0, "of the validation split in training, in windows drawn once; 0: all", 0),
 }
 _SAMPLE = {
-  "prompt": FREE("", 'shown, continued, at the end of a run; "": nothing is'),
+  "prompt": FREE("", 'a prompt that is continued and printed when training ends; "": none'),
   "length": FREE(300, "new tokens", 1),
   "temperature": FREE(1.0, "divides the logits; 0: the most likely token", 0),
   "top_k": FREE(0, "draw from the k most likely tokens; 0: from all", 0),
@@ -167,7 +172,9 @@ _SAMPLE = {
 }
 SCHEMA: dict[str, Any] = {
   "seed": S(0, "of parameters, batches and dropout", 0, below=2**32),
-  "plugins": FREE((), "modules that --plugin imports; training writes those of the components"),
+  "plugins": FREE(
+    (), "modules that --plugin imports; training records those that its components need"
+  ),
   "model": _MODEL,
   "data": _DATA,
   "train": _TRAIN,

@@ -7,8 +7,8 @@
   data.json                 counts, and the checksums of the .bin files
 
 All runs share these folders of data_dir/tokens. A run's folder, a reference, has only the small
-files and, in data.json, the path of the others. A folder in the making has a second one beside it,
-NAME.shards, with the tokens of each 32 MiB of text, so that a stopped process repeats one of them.
+files and, in data.json, the path of the others. While a folder is being written, NAME.shards lies
+next to it, with the tokens of each 32 MiB of text, so that a stopped process repeats one of them.
 """
 
 import collections
@@ -45,7 +45,7 @@ Chunk = list[tuple[str, bool]]  # see `Text.chunks`
 
 
 class _Arrays(collections.UserDict[str, Any]):
-  """The array of each split, in a file of its own, mapped; the first use reads it all to check."""
+  """One memory-mapped array for each split, verified in full on first access."""
 
   def __init__(
     self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int], sums: Mapping[str, str]
@@ -89,7 +89,7 @@ class Tokens:
       "sources", the tokens of each source, which follow each other.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
     learned: what was fitted to the train split for them, b"" if nothing.
-    kind: None, or the `dpjax.layers.Boundaries` that they are of, for other texts.
+    kind: None, or the `TextBoundaries` that computed them, to segment other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
     documents: None, or for each split the first tokens of documents, int64, increasing from 0.
@@ -126,7 +126,7 @@ class Tokens:
     """The boundaries of another text's tokens, uint8 [number of tokens].
 
     Raises:
-      UserError: these tokens were made or opened without.
+      UserError: these tokens have no boundaries.
     """
     if self.boundaries is None or self.kind is None:
       raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
@@ -201,7 +201,7 @@ class Encoder:
 def encode_text(
   text: Text | Mixed | Iterable[str], encoder: Encoder, folder: Path, split: str, shards: Path
 ) -> dict:
-  """Encodes a text into files of `folder`; those of `shards` that it has are not encoded again.
+  """Encodes a text into files of `folder`, and reuses what `shards` has of it.
 
   Returns "tokens" and the counts of `count_text`; where documents are known, "documents", which
   does not count those without tokens; and for `Mixed`, "sources", the tokens of each.
@@ -498,7 +498,7 @@ def open_tokens(
       f"{path}: expected the counts of tokens, got damaged JSON ({error!r})"
     ) from error
   if version != FORMAT:
-    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another dpjax")
+    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another version of dpjax")
   tokenizer, learned = _open_encoder(folder, kind)
   return Tokens(
     name, tokenizer, splits, counts, arrays, learned, kind, tokens, checksums, documents

@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults, with
       queries, keys and values from one Xavier-uniform matrix [D, 3D].
     dtype: the dtype of the computation; parameters are float32.
-    rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in their paper;
+    rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in the RoPE paper;
       None for no rotation.
   """
 

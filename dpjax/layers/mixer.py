@@ -81,8 +81,8 @@ def check_input(
   """Checks the input of a mixer, and returns it as an array.
 
   Raises:
-    ValueError: `inputs` are no floats [B, T, D], are longer than `max_length` though they are one
-      document and no chunk of an endless row, D is no multiple of `num_heads`, or `document_starts`
+    ValueError: `inputs` is not a float array [B, T, D], or is longer than `max_length` without
+      `document_starts` or a cache; D is not a multiple of `num_heads`; or `document_starts`
       is not [B, T] or with a cache.
   """
   batch = "B" if cache is None else "B>=1"

@@ -25,11 +25,11 @@ class LanguageModelCache(NamedTuple):
 
 
 class LanguageModelOutput(NamedTuple):
-  """Logits, [B, T, V], of which row t is for token t + 1.
+  """Logits, [B, T, V]: `logits[:, t]` predicts token t + 1.
 
   `hidden`, [B, T, D], is the input of `LanguageModel.output_layer`. With token pooling,
-  `boundaries`, [B, T], are 1 where a segment ends; their logits and probabilities are there if
-  the module has them, and `inner` has those of a second pooling (`InnerBoundaries`).
+  `boundaries`, [B, T], are 1 where a segment ends; `boundary_logits` and `boundary_probabilities`
+  are None if the boundaries do not produce them, and `inner` has those of a second pooling (`InnerBoundaries`).
   """
 
   logits: jax.Array
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         means that each row is one document.
 
     Raises:
-      ValueError: an argument is not as above, or the model has no use for it.
+      ValueError: an argument is not as above, or the model does not support it.
     """
     check_settings(self)
     tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
@@ -188,7 +188,7 @@ class LanguageModel(nn.Module):
     return params["logits"]["kernel"], params["logits"].get("bias")
 
   def unstack(self, params: Mapping) -> dict:
-    """A copy of the parameters, separate for each layer, with which a cached step copies none."""
+    """Copies the parameters layer by layer, so that cached steps need not copy them."""
     name = "hourglass" if self.layers is None else "layers"
     return {**params, name: self._core().unstack(params[name])}
 

@@ -20,8 +20,8 @@ from dpjax.ops.products import product, sum_dtype
 class _Inputs(NamedTuple):
   """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
-  With heads first, each head takes one product with the positions, which all rows share:
-  [H, T + S, E], the farthest first, then S future ones. Beside them are the biases [H, E].
+  Heads come first, so that each takes one product with the positions. `relative` holds these,
+  [H, T + S, E], shared by all rows, the farthest first and S future ones last, and the biases [H, E].
   """
 
   queries: jax.Array
@@ -34,7 +34,7 @@ def tiled(queries, keys, values, relative: tuple | None, reach_bt, dropout_rate,
   """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases, or None."""
   length = queries.shape[1]
   missing = -length % size
-  # Keys that fill the last block up are in the future of all queries.
+  # Padding keys come after every query, so the causal mask hides them.
   padding = (0, 0), (0, 0), (0, missing), (0, 0)
   q, k, v = (jnp.pad(x.transpose(2, 0, 1, 3), padding) for x in (queries, keys, values))
   if relative is not None:

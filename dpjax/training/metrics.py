@@ -13,7 +13,7 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
     bits_per_character   = nats / ln 2 / characters
     bits_per_byte        = nats / ln 2 / bytes
 
-  All but perplexity per token compare models with different tokenizers. Bits need tokens that
+  All but the scores per token are comparable across tokenizers. Bits need tokens that
   represent the whole text (`dpjax.text.tokenizer.Tokenizer.keeps_text`): a lower-cased text
   takes fewer bits for as many characters.
 
@@ -38,7 +38,7 @@ def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def add(sums: Mapping[str, float], metrics: Mapping | None) -> dict[str, float]:
-  """Adds the sums of a batch, exactly, in float64; of names in "_max", takes the larger value."""
+  """Adds the sums of a batch in float64; for names ending in "_max", keeps the maximum."""
   added = dict(sums)
   for name, value in (metrics or {}).items():
     value = float(value)
