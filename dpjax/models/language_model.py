@@ -29,7 +29,8 @@ class LanguageModelOutput(NamedTuple):
 
   `hidden`, [B, T, D], is the input of `LanguageModel.output_layer`. With token pooling,
   `boundaries`, [B, T], are 1 where a segment ends; `boundary_logits` and `boundary_probabilities`
-  are None if the boundaries do not produce them, and `inner` has those of a second pooling (`InnerBoundaries`).
+  are None if the boundaries do not produce them, and `inner` has those of a second pooling
+  (`InnerBoundaries`).
   """
 
   logits: jax.Array

@@ -21,7 +21,8 @@ class _Inputs(NamedTuple):
   """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
   Heads come first, so that each takes one product with the positions. `relative` holds these,
-  [H, T + S, E], shared by all rows, the farthest first and S future ones last, and the biases [H, E].
+  [H, T + S, E], shared by all rows, the farthest first and S future ones last, and the biases [H,
+  E].
   """
 
   queries: jax.Array
