@@ -117,7 +117,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
     data = dpjax.run.tokenize(config, tmp_path / str(i))
     whole = data.tokenizer.decode(data.splits["train"])
     rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
-    assert 1 < len(rare) < 15 and data.learned.decode() == "".join(sorted(rare))
+    assert 1 < len(rare) < 15 and data.fitted.decode() == "".join(sorted(rare))
     for split, ids in data.splits.items():
       expected = [x in rare for x in data.tokenizer.decode(ids)]
       np.testing.assert_array_equal(data.boundaries[split], expected)

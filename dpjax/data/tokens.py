@@ -3,7 +3,7 @@
   train.bin ...             ids, uint16, or int32 for more than 65,536 of them
   train.boundaries.bin ...  boundaries of the text, uint8, one for each token
   train.documents.bin ...   the first token of each document, int64, increasing
-  tokenizer.json, unigram.model (what the boundaries learned)
+  tokenizer.json, unigram.model (what the boundaries fitted)
   data.json                 counts, and the checksums of the .bin files
 
 All runs share these folders of data_dir/tokens. A run's folder, a reference, has only the small
@@ -88,8 +88,8 @@ class Tokens:
       Words are separated by white space, and each line end counts as a word. Of a mixture also
       "sources", the tokens of each source, which follow each other.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
-    learned: what was fitted to the train split for them, b"" if nothing.
-    kind: None, or the `TextBoundaries` that computed them, to segment other texts.
+    fitted: what was fitted to the train split for them, b"" if nothing.
+    text_boundaries: None, or the `TextBoundaries` that computed them, to segment other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
     documents: None, or for each split the first tokens of documents, int64, increasing from 0.
@@ -100,8 +100,8 @@ class Tokens:
   splits: Mapping[str, np.ndarray]
   counts: Mapping[str, dict]
   boundaries: Mapping[str, np.ndarray] | None = None
-  learned: bytes = b""
-  kind: Any = None
+  fitted: bytes = b""
+  text_boundaries: Any = None
   folder: Path = Path()
   checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
   documents: Mapping[str, np.ndarray] | None = None
@@ -128,9 +128,9 @@ class Tokens:
     Raises:
       UserError: these tokens have no boundaries.
     """
-    if self.boundaries is None or self.kind is None:
+    if self.boundaries is None or self.text_boundaries is None:
       raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
-    return _encoder(self.tokenizer, self.kind, self.learned)(text)[1]
+    return _encoder(self.tokenizer, self.text_boundaries, self.fitted)(text)[1]
 
 
 class Counter:
@@ -281,7 +281,7 @@ def _load_shard(path: Path, digest: str) -> list[np.ndarray]:
 def tokenize(
   corpus: Corpus,
   folder: str | Path,
-  kind: str | Tokenizer,
+  tokenizer: str | Tokenizer,
   *,
   shared: bool = False,
   boundaries: Any = None,
@@ -295,16 +295,17 @@ def tokenize(
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
     folder: receives the files.
-    kind: the name of the tokenizer, or the tokenizer itself.
+    tokenizer: its name, or the tokenizer itself.
     shared: whether to write into a subfolder of `folder`, named after its content.
-    boundaries: None, or boundaries that need the text, such as
-      `dpjax.layers.Unigram`. Only with the tokenizers "characters" and "bytes".
+    boundaries: None, or the `TextBoundaries` of a module such as `dpjax.layers.Unigram`. Only with
+      the tokenizers "characters" and "bytes".
     **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
 
   Raises:
     UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
-  name, loaded = (kind.kind, kind) if isinstance(kind, Tokenizer) else (kind, None)
+  is_name = isinstance(tokenizer, str)
+  name, loaded = (tokenizer, None) if is_name else (tokenizer.kind, tokenizer)
   if loaded is None and settings.get("file"):
     loaded = train_tokenizer(name, (), **{**settings, "restrict": False})
   has_boundaries = boundaries is not None
@@ -337,16 +338,16 @@ def tokenize(
   def build(partial: Path) -> dict[str, Any]:
     counts = {}
     if files.read_json(shards / _INPUTS) == inputs:
-      tokenizer, fitted = _open_encoder(shards, boundaries)
+      trained, fitted = _open_encoder(shards, boundaries)
     else:
       shutil.rmtree(shards, ignore_errors=True)
-      to_train = kind if loaded is None or settings.get("restrict") else loaded
-      tokenizer, fitted = _train(corpus, to_train, boundaries, settings)
+      to_train = tokenizer if loaded is None or settings.get("restrict") else loaded
+      trained, fitted = _train(corpus, to_train, boundaries, settings)
       shards.mkdir()
-      _write_encoder(shards, tokenizer, fitted)
+      _write_encoder(shards, trained, fitted)
       files.write_json(shards / _INPUTS, inputs)
-    _write_encoder(partial, tokenizer, fitted)
-    encoder = _encoder(tokenizer, boundaries, fitted)
+    _write_encoder(partial, trained, fitted)
+    encoder = _encoder(trained, boundaries, fitted)
     try:
       for split, text in corpus.splits.items():
         counts[split] = encode_text(text, encoder, partial, split, shards)
@@ -390,16 +391,16 @@ class _Sample:
 
 
 def _train(
-  corpus: Corpus, kind: str | Tokenizer, boundaries: Any, settings: Mapping
+  corpus: Corpus, tokenizer: str | Tokenizer, boundaries: Any, settings: Mapping
 ) -> tuple[Tokenizer, bytes]:
   """The tokenizer of a text, and what is fitted for its boundaries."""
   text = corpus.splits["train"]
   sample = _Sample(text)
   try:
-    if not isinstance(kind, Tokenizer):
-      takes_all = kind in CHARACTER_KINDS or settings.get("file")
-      kind = train_tokenizer(kind, text if takes_all else sample, **settings)
-    return kind, b"" if boundaries is None else boundaries.fit(sample)
+    if isinstance(tokenizer, str):
+      takes_all = tokenizer in CHARACTER_KINDS or settings.get("file")
+      tokenizer = train_tokenizer(tokenizer, text if takes_all else sample, **settings)
+    return tokenizer, b"" if boundaries is None else boundaries.fit(sample)
   except ValueError as error:
     raise sample.error or error from error
 
@@ -409,24 +410,24 @@ def _encoder(tokenizer: Tokenizer, boundaries: Any, fitted: bytes) -> Encoder:
   return Encoder(tokenizer, of_text)
 
 
-def _write_encoder(folder: Path, tokenizer: Tokenizer, learned: bytes) -> None:
-  if learned:
-    (folder / _FITTED).write_bytes(learned)
+def _write_encoder(folder: Path, tokenizer: Tokenizer, fitted: bytes) -> None:
+  if fitted:
+    (folder / _FITTED).write_bytes(fitted)
   (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
 
 
 def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
-  """The tokenizer and what boundaries learned, as `_write_encoder` wrote them."""
+  """The tokenizer and what boundaries fitted, as `_write_encoder` wrote them."""
   path = folder / "tokenizer.json"
   try:
     tokenizer = tokenizer_from_json(files.read_file(path).decode())
     path = folder / _FITTED
-    learned = files.read_file(path) if path.exists() else b""
+    fitted = files.read_file(path) if path.exists() else b""
     if boundaries is not None:
-      _encoder(tokenizer, boundaries, learned)("")
+      _encoder(tokenizer, boundaries, fitted)("")
   except (OSError, ValueError) as error:
     raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
-  return tokenizer, learned
+  return tokenizer, fitted
 
 
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
@@ -446,7 +447,7 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "tokens": data.folder.name if is_export else path,
   }
   with files.replacing(folder) as partial:
-    _write_encoder(partial, data.tokenizer, data.learned)
+    _write_encoder(partial, data.tokenizer, data.fitted)
     files.write_json(partial / files.RECORD, content)
 
 
@@ -485,9 +486,10 @@ def open_tokens(
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
     sums = {} if is_checked else checksums
     splits = _Arrays(tokens, ".bin", dtype, sizes, sums)
-    kind = arrays = documents = None
+    text_boundaries = arrays = documents = None
     if content["unigram"]:
-      kind, arrays = boundaries, _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, sums)
+      text_boundaries = boundaries
+      arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, sums)
     if all("documents" in counts[split] for split in SPLITS):
       sizes = {split: counts[split]["documents"] for split in SPLITS}
       documents = _Arrays(tokens, ".documents.bin", np.int64, sizes, sums)
@@ -499,7 +501,8 @@ def open_tokens(
     ) from error
   if version != FORMAT:
     raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another version of dpjax")
-  tokenizer, learned = _open_encoder(folder, kind)
+  tokenizer, fitted = _open_encoder(folder, text_boundaries)
   return Tokens(
-    name, tokenizer, splits, counts, arrays, learned, kind, tokens, checksums, documents
+    *(name, tokenizer, splits, counts, arrays, fitted, text_boundaries),
+    *(tokens, checksums, documents),
   )

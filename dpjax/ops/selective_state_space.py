@@ -7,7 +7,7 @@ Source: Dao and Gu 2024, arXiv:2405.21060.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,8 @@ def selective_state_space(
   if inputs.size == 0:
     return inputs
   dtype = sum_dtype(inputs, dt, a, b, c)
-  state = init_selective_state(inputs.shape[0], *inputs.shape[2:], b.shape[3], dtype)
+  batch, _, heads, width = inputs.shape
+  state = init_selective_state(batch, heads, width, b.shape[3], dtype)
   return _run(chunk_size, inputs, dt, a, b, c, document_starts, state)[0]
 
 
@@ -145,7 +146,7 @@ class _Chunk(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(size, x, dt, a, b, c, starts, state):
+def _run(size, x, dt, a, b, c, starts, state) -> Any:
   return _forward(size, x, dt, a, b, c, starts, state)[0]
 
 
@@ -178,10 +179,10 @@ def _backward(size, residuals, grads):
     i, state = i_and_state
     chunk = _take(row, i, size)
 
-    def run(a, parts, state):
-      return _chunk(a, _Chunk(*parts, chunk.starts), state)
+    def run(a, floats: Any, state):
+      return _chunk(a, _Chunk(*floats, chunk.starts), state)
 
-    _, transpose = jax.vjp(run, a, tuple(chunk[:4]), state)
+    _, transpose = jax.vjp(run, a, chunk[:4], state)
     more, by_parts, by_state = transpose((_take(grad_bthp, i, size), by_state))
     return (by_a + more, by_state), by_parts
 

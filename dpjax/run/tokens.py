@@ -83,7 +83,7 @@ def _tokenize_again(config: ConfigDict, folder: Path) -> Tokens:
   except UserError as error:
     command = f"`dpjax train --workdir={folder.parent} --tokenize_only`"
     raise UserError(f"{gone}; {command} makes them again from the text, but: {error}") from error
-  now, then = ((x.counts, x.tokenizer.to_json(), x.learned) for x in (data, before))
+  now, then = ((x.counts, x.tokenizer.to_json(), x.fitted) for x in (data, before))
   if now != then:
     raise UserError(f"{gone}, got another text, vocabulary or Unigram model with its settings")
   return data

@@ -226,8 +226,8 @@ def _check_memory(state: Any, parameters: str) -> None:
 def _origin(data: Tokens) -> dict[str, str]:
   """What must not change on resume, besides the settings."""
   origin = {"tokenizer": data.tokenizer.to_json(), "training text": data.counts["train"]["sha256"]}
-  if data.learned:
-    origin["unigram model"] = hashlib.sha256(data.learned).hexdigest()
+  if data.fitted:
+    origin["unigram model"] = hashlib.sha256(data.fitted).hexdigest()
   return origin
 
 

@@ -214,7 +214,7 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
   tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
-  assert again.learned == tokens.learned == model
+  assert again.fitted == tokens.fitted == model
   for split, text in TEXTS.items():
     found = tokens.boundaries[split]
     assert isinstance(found, np.memmap) and found.dtype == np.uint8
