@@ -66,7 +66,8 @@ def selective_state_space(
   dtype = sum_dtype(inputs, dt, a, b, c)
   batch, _, heads, width = inputs.shape
   state = init_selective_state(batch, heads, width, b.shape[3], dtype)
-  return _run(chunk_size, inputs, dt, a, b, c, document_starts, state)[0]
+  outputs: Any = _run(chunk_size, inputs, dt, a, b, c, document_starts, state)
+  return outputs[0]
 
 
 def init_selective_state(
@@ -179,20 +180,20 @@ def _backward(size, residuals, grads):
     i, state = i_and_state
     chunk = _take(row, i, size)
 
-    def run(a, floats: Any, state):
-      return _chunk(a, _Chunk(*floats, chunk.starts), state)
+    def run(a, x, dt, b, c, state):
+      return _chunk(a, _Chunk(x, dt, b, c, chunk.starts), state)
 
-    _, transpose = jax.vjp(run, a, chunk[:4], state)
-    more, by_parts, by_state = transpose((_take(grad_bthp, i, size), by_state))
-    return (by_a + more, by_state), by_parts
+    _, transpose = jax.vjp(run, a, *chunk[:4], state)
+    more, *by_chunk, by_state = transpose((_take(grad_bthp, i, size), by_state))
+    return (by_a + more, by_state), by_chunk
 
   first = jnp.zeros_like(a, dtype), grads[1].astype(dtype)
-  (by_a, by_state), by_parts = lax.scan(
+  (by_a, by_state), by_chunks = lax.scan(
     step, pvary_like((*first, carry))[:2], (jnp.arange(count), before), reverse=True
   )
   by_row = (
     jnp.moveaxis(y, 0, 1).reshape(z.shape)[:, : x.shape[1]]
-    for y, z in zip(by_parts, row[:4], strict=True)
+    for y, z in zip(by_chunks, row[:4], strict=True)
   )
   by_x, by_dt, by_b, by_c = by_row
   return by_x, by_dt, by_a.astype(a.dtype), by_b, by_c, None, by_state.astype(state.dtype)
