@@ -62,7 +62,7 @@ def _parser() -> command_line.Parser:
   about = """the time limit, 0 for none. Runs in the reports of --out are kept. The time of other
   runs is estimated from their first updates; one that needs more than is left is stopped and
   listed"""
-  parser.add_argument("--minutes", type=_minutes, default=0.0, help=about)
+  parser.add_argument("--minutes", type=minutes, default=0.0, help=about)
   about = """a folder of texts, each a folder or .txt file by its corpus's name (the name of a
   stand-in goes on after that), and of vocabularies in its folder vocabularies; or a folder that
   --tokenize made; empty: what is missing is downloaded into data/"""
@@ -80,10 +80,10 @@ def _words(text: str) -> list[str]:
   return [word for word in text.split(",") if word]
 
 
-def _minutes(text: str) -> float:
-  if not 0 <= (minutes := float(text)) < math.inf:
+def minutes(text: str) -> float:
+  if not 0 <= (value := float(text)) < math.inf:
     raise ValueError
-  return minutes
+  return value
 
 
 def main(names: str, options: _Options) -> None:
