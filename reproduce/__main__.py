@@ -81,6 +81,7 @@ def _words(text: str) -> list[str]:
 
 
 def minutes(text: str) -> float:
+  """A finite number of at least 0; argparse names the function in its message."""
   if not 0 <= (value := float(text)) < math.inf:
     raise ValueError
   return value
