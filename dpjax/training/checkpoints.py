@@ -251,6 +251,8 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
     damage = 0 if error is None else 1 if _is_damage(error) else 2
     worst = max(_gather(damage))
     if error is not None and damage == 2:
+      if isinstance(error, OSError) and error.errno and error.filename is None:
+        error.filename = str(path)  # Libraries do not name it.
       raise error
     if worst == 2:
       raise UserError(f"workdir: another process could not read {path}; see that process's log")
