@@ -97,7 +97,7 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
   run, _ = dpjax.train(config, tmp_path / "run")
   assert run.data.documents is None
   assert not helpers.command("evaluate", f"--workdir={tmp_path}/run", "--documents=isolated")
-  assert ", each document as if it stood alone:" in capsys.readouterr().out
+  assert ", each document by itself:" in capsys.readouterr().out
   file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
   found = json.loads(file.read_text())["scores"]["nats_per_token"]
   # The joined texts have the same tokens.
