@@ -83,7 +83,7 @@ def _operators() -> float:
 
 
 def _products() -> float:
-  """The error of two products of matrices, of which jaxlib 0.10.2 gets the narrow one wrong."""
+  """The error of two matrix products. jaxlib 0.10.2 computes the narrow one incorrectly."""
   import jax
   import jax.numpy as jnp
   import numpy as np

@@ -154,7 +154,7 @@ class Registry:
     self._origins: dict[str, str] = {}
 
   def names(self) -> tuple[str, ...]:
-    """All names, in the order in which they were registered."""
+    """All names, in the order of registration."""
     return tuple(self._components)
 
   def register(self, name: str, component: Callable) -> None:

@@ -179,7 +179,7 @@ class Generator:
     return stop_ids
 
   def _slide(self, rows: Sequence[Sequence[int]]) -> decode.State:
-    """The state of rows of which a model reads only the last window."""
+    """The state of rows when the model reads only their last window."""
     windows = [row[-self._window : -1] for row in rows]
     tokens, counts = _pad(windows, self._window, pad_id(self._settings))
     lengths = np.array([*map(len, rows)], np.int32)

@@ -18,7 +18,7 @@ _POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x1000
 _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
-_COMPLETE = ("characters", "wordpiece")  # whose tokens are no parts of characters
+_COMPLETE = ("characters", "wordpiece")  # each token holds complete characters
 _INCOMPLETE = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
 
 
