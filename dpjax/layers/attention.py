@@ -10,11 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float, Integer
 
 from dpjax import ops
 from dpjax.layers import mixer
 from dpjax.layers.common import PRODUCTS, Dropout, linear, linear_kernel, weights
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
 
 
 class SelfAttention(nn.Module):
@@ -47,18 +49,19 @@ class SelfAttention(nn.Module):
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     if self.rotary_base is not None:
       expected = "None or a number above 1"
-      checks.number("rotary_base", self.rotary_base, expected, lambda x: 1 < x < math.inf)
+      arrays.number("rotary_base", self.rotary_base, expected, lambda x: 1 < x < math.inf)
     super().__post_init__()
 
   @nn.compact
+  @typed
   def __call__(
     self,
-    inputs: jax.Array,
+    inputs: Float[Array, "B T D"],
     *,
     deterministic: bool = True,
     cache: ops.AttentionCache | None = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
+    lengths: Integer[Array, "B"] | None = None,
+    document_starts: Starts[Array, "B T"] | None = None,
   ) -> Any:
     """Mixes [B, T, D]."""
     sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
@@ -95,7 +98,6 @@ class SelfAttention(nn.Module):
       return jnp.asarray(ops.rotary_angles(length, features, base))[None]
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is not None:
-      checks.record("cache", cache, ops.AttentionCache, dict(B=batch), length=("B", jnp.int32))
       position_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     elif document_starts is not None:
       position_bt = ops.document_places(document_starts)
@@ -131,11 +133,11 @@ class LocalAttention(SelfAttention):
 
 
 class RelativePositions(NamedTuple):
-  """Embeddings of distances, [R, D], and biases [H, E] of queries: to keys, to positions."""
+  """Embeddings of distances, and biases of queries: to keys, to positions."""
 
-  table: jax.Array
-  content_bias: jax.Array
-  position_bias: jax.Array
+  table: Float[Array, "R D"]
+  content_bias: Float[Array, "H E"]
+  position_bias: Float[Array, "H E"]
 
 
 class SharedPositions(nn.Module):
@@ -161,10 +163,10 @@ class SharedPositions(nn.Module):
 
 
 class RelativeAttentionCache(NamedTuple):
-  """Keys and values, and the projected table [H, R, E], computed where a row begins."""
+  """Keys and values, and the projected table of distances, computed where a row begins."""
 
   attention: ops.AttentionCache
-  distances: jax.Array
+  distances: Float[Array, "H M E"]
 
 
 class RelativeAttention(nn.Module):
@@ -197,15 +199,16 @@ class RelativeAttention(nn.Module):
     return partial(SharedPositions, *sizes)
 
   @nn.compact
+  @typed
   def __call__(
     self,
-    inputs: jax.Array,
+    inputs: Float[Array, "B T D"],
     *,
     deterministic: bool = True,
     positions: RelativePositions | None = None,
     cache: RelativeAttentionCache | None = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
+    lengths: Integer[Array, "B"] | None = None,
+    document_starts: Starts[Array, "B T"] | None = None,
   ) -> Any:
     """Mixes [B, T, D]; shared `positions` have T or more distances, with a cache `max_length`."""
     limits: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
@@ -213,12 +216,13 @@ class RelativeAttention(nn.Module):
     batch, length, width = inputs.shape
     length = length if cache is None else self.max_length
     per_head = self.num_heads, width // self.num_heads
-    sizes = dict(B=batch, T=length, D=width, H=per_head[0], E=per_head[1])
     if positions is None:
       shared = self.make_positions()(name="positions")
       positions = shared(length, width, deterministic=deterministic)
-    shapes = dict(table="R>=T D", content_bias="H E", position_bias="H E")
-    checks.record("positions", positions, RelativePositions, dict(sizes), **shapes)
+    if len(positions.table) < length:
+      raise ValueError(
+        f"positions.table: expected {length} distances or more, got {len(positions.table)}"
+      )
     q, k, v = _queries_keys_values(self, inputs, linear_kernel)
     project = linear(self, width, "distances", use_bias=True)
     biases = positions.content_bias, positions.position_bias
@@ -230,11 +234,7 @@ class RelativeAttention(nn.Module):
         q, k, v, r_rhe, *biases, document_starts=document_starts, **drop
       )
     else:
-      checks.record("cache", cache, RelativeAttentionCache, sizes, distances="H T E")
       attention = cache.attention
-      checks.record(
-        "cache.attention", attention, ops.AttentionCache, sizes, length=("B", jnp.int32)
-      )
       table, variables = positions.table[:length], dict(project.variables)
       free = project.clone(parent=None)
 

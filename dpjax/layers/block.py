@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.layers.common import Dropout, linear, symmetric_uniform
 from dpjax.layers.mixer import check_settings, check_takes_starts
-from dpjax.ops import checks
+from dpjax.ops import arrays
 
 ACTIVATIONS = {
   "relu": nn.relu,
@@ -42,10 +43,10 @@ class FeedForward(nn.Module):
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
     """[..., D] -> [..., `out_width`], each position on its own."""
-    inputs = checks.array("inputs", inputs, "... D>=1")
+    inputs = arrays.check("inputs", inputs, Float[Array, "... D"])
     sizes = ("hidden_width",) if self.out_width is None else ("hidden_width", "out_width")
     check_settings(self, sizes=sizes, rates=("dropout",))
-    checks.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
+    arrays.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
     width = inputs.shape[-1]
     out_width = width if self.out_width is None else self.out_width
     # One array of rows: each product would keep a reshape of its own for the gradient.
@@ -92,7 +93,7 @@ class Block(nn.Module):
     self, inputs: jax.Array, *, deterministic: bool = True, cache: Any = None, **mixer_inputs
   ) -> Any:
     """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache."""
-    x_btd = checks.array("inputs", inputs, "B T D>=1")
+    x_btd = arrays.check("inputs", inputs, Float[Array, "B T D"])
     check_settings(self, rates=("dropout",))
     mixer: Any = self.mixer
     if "document_starts" in mixer_inputs:

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.mixer import check_settings
-from dpjax.ops import checks
+from dpjax.ops import arrays
 from dpjax.ops.segments import METHODS
 
 
@@ -96,10 +97,10 @@ class Boundaries(nn.Module):
   target_schedule = ()
 
   def __post_init__(self):
-    checks.choice("pooling", self.pooling, METHODS)
+    arrays.choice("pooling", self.pooling, METHODS)
     check_settings(self, sizes=("num_buckets",))
     for name in ("space_ids", "end_ids"):
-      checks.ids(name, getattr(self, name, ()))
+      arrays.ids(name, getattr(self, name, ()))
     super().__post_init__()
 
   @property
@@ -223,13 +224,13 @@ class Fixed(Boundaries):
   pooling: str = "mean"
 
   def __post_init__(self):
-    checks.integers(shortening_factor=self.shortening_factor)
+    arrays.integers(shortening_factor=self.shortening_factor)
     if self.offset is not None:
-      checks.integer("offset", self.offset, 0, self.shortening_factor - 1)
+      arrays.integer("offset", self.offset, 0, self.shortening_factor - 1)
     super().__post_init__()
 
   def __call__(self, hidden, tokens, *, num_before=None, document_starts=None, **_):
-    shape = checks.array("hidden", hidden, "B T D").shape[:2]
+    shape = arrays.check("hidden", hidden, Float[Array, "B T D"]).shape[:2]
     rule = shape, self.shortening_factor, self.offset
     return BoundaryOutput(
       ops.fixed_boundaries(*rule, num_before=num_before, document_starts=document_starts)
@@ -311,7 +312,7 @@ def check_target(
   module: Boundaries, name: str, expected: str, is_valid: Callable[[Any], bool]
 ) -> None:
   """Checks the target of a loss, and its `target_schedule`."""
-  checks.number(name, getattr(module, name), expected, is_valid)
+  arrays.number(name, getattr(module, name), expected, is_valid)
   schedule: Any = module.target_schedule
   is_pair = isinstance(schedule, tuple) and len(schedule) == 2
   is_typed = is_pair and type(schedule[0]) in (int, float) and type(schedule[1]) is int

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.layers.mixer import check_settings
-from dpjax.ops import checks, norms
+from dpjax.ops import arrays, norms
 from dpjax.ops.products import promote
 
 NORMS = ("layer_norm", "rms_norm")
@@ -60,11 +61,11 @@ class Norm(nn.Module):
   epsilon: float = 1e-5
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., D] -> [..., D]."""
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Normalizes the last axis."""
     check_settings(self)
-    checks.choice("norm_type", self.norm_type, NORMS)
-    x = checks.array("x", x, "... D>=1")
+    arrays.choice("norm_type", self.norm_type, NORMS)
+    x = arrays.check("x", x, Float[Array, "... D"])
     ones, normal = nn.initializers.ones, nn.initializers.normal(self.gain_std)
     init = (lambda *args: 1 + normal(*args)) if self.gain_std else ones
     scale = self.param("scale", init, x.shape[-1:], jnp.float32)

@@ -15,7 +15,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.layers import mixer
 from dpjax.layers.common import linear
-from dpjax.ops import checks
+from dpjax.ops import arrays
 
 
 class Dispatcher(nn.Module):
@@ -49,7 +49,7 @@ class Dispatcher(nn.Module):
     sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
     mixer.check_settings(self, sizes=sizes, rates=rates, implementations=ops.SHIFT_AND_SUM)
     if self.num_levels is not None:
-      checks.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 places.
+      arrays.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 places.
     super().__post_init__()
 
   @nn.compact

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
+from jaxtyping import Array, Float, Integer
 
 from dpjax import ops
 from dpjax.layers.common import Dropout, symmetric_uniform, weights
 from dpjax.layers.mixer import check_settings
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import Starts, typed
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
@@ -48,14 +50,15 @@ class TokenAndPosition(nn.Module):
   dtype: jnp.dtype = jnp.float32
 
   @nn.compact
+  @typed
   def __call__(
     self,
-    tokens: jax.Array,
+    tokens: Integer[Array, "B T"],
     *,
     deterministic: bool = True,
-    num_before: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
-  ) -> jax.Array:
+    num_before: Integer[Array, "B"] | None = None,
+    document_starts: Starts[Array, "B T"] | None = None,
+  ) -> Float[Array, "B T D"]:
     """[B, T] token ids -> [B, T, D].
 
     `num_before` [B] is the position of each row's first token, by default 0; sinusoidal positions
@@ -67,12 +70,7 @@ class TokenAndPosition(nn.Module):
         or `num_before` and positions that continue.
     """
     check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
-    checks.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
-    tokens, num_before, document_starts = checks.arrays(
-      tokens=(tokens, "B T", checks.INTEGERS),
-      num_before=(num_before, "B | None", checks.INTEGERS),
-      document_starts=(document_starts, "B T | None", checks.STARTS),
-    )
+    arrays.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
     length = tokens.shape[1]
     is_unbounded = num_before is not None and self.positions != "learned"
     if length > self.max_length and document_starts is None and not is_unbounded:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.layers.block import FeedForward
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries, check_target, newest
-from dpjax.ops import checks
+from dpjax.ops import arrays
 from dpjax.ops.entropies import check_rule
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
@@ -31,14 +32,14 @@ class _Predicted(Boundaries):
   dtype: jnp.dtype = jnp.float32
 
   def setup(self):
-    checks.integers(predictor_width=self.predictor_width)
+    arrays.integers(predictor_width=self.predictor_width)
     self._predictor = FeedForward(
       self.predictor_width, "gelu", init_std=self.init_std, dtype=self.dtype, out_width=1
     )
     nn.share_scope(self, self._predictor)
 
   def _logits(self, hidden: jax.Array) -> jax.Array:
-    return self._predictor(checks.array("hidden", hidden, "B T D>=1"))[..., 0]
+    return self._predictor(arrays.check("hidden", hidden, Float[Array, "B T D"]))[..., 0]
 
   def __call__(self, hidden, tokens, **_):
     logits = self._logits(hidden)
@@ -79,7 +80,7 @@ class Unigram(_Predicted):
   num_buckets: int = 5
 
   def __post_init__(self):
-    checks.integers(size=self.size)
+    arrays.integers(size=self.size)
     super().__post_init__()
 
   @property
@@ -109,7 +110,7 @@ class EntropySpikes(_Predicted):
   num_buckets: int = 5
 
   def __post_init__(self):
-    checks.integers(left=self.left)
+    arrays.integers(left=self.left)
     super().__post_init__()
 
   def loss(self, output, batch):
@@ -145,7 +146,7 @@ class Gumbel(_Predicted):
   target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
-    checks.number("temperature", self.temperature, "above 0", lambda x: 0 < x < math.inf)
+    arrays.number("temperature", self.temperature, "above 0", lambda x: 0 < x < math.inf)
     check_target(self, "prior", "a number in (0, 1)", lambda x: 0 < x < 1)
     super().__post_init__()
 
@@ -199,7 +200,7 @@ class FlexiTokens(Gumbel):
 
   def __post_init__(self):
     for name in ("deviation", "num_deviations"):
-      checks.number(name, getattr(self, name), "at least 0", lambda x: 0 <= x < math.inf)
+      arrays.number(name, getattr(self, name), "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
 
   def _row_losses(self, boundaries, batch, options) -> jax.Array:
@@ -239,9 +240,9 @@ class Routing(Boundaries):
   target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
-    checks.integers(width=self.width)
+    arrays.integers(width=self.width)
     check_target(self, "factor", "above 1", lambda x: 1 < x < math.inf)
-    checks.number("weight", self.weight, "at least 0", lambda x: 0 <= x < math.inf)
+    arrays.number("weight", self.weight, "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
 
   def setup(self):
@@ -255,7 +256,7 @@ class Routing(Boundaries):
   def __call__(
     self, hidden, tokens, *, num_before=None, state=None, lengths=None, document_starts=None, **_
   ):
-    hidden = checks.array("hidden", hidden, "B T>=1 D", D=self.width)
+    hidden = arrays.check("hidden", hidden, Float[Array, f"B T {self.width}"])
     kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
       hidden, *kernels, previous=state, num_before=num_before, document_starts=document_starts
@@ -329,7 +330,7 @@ class EntropyThreshold(Boundaries):
     check_rule(self.rule, self.theta_add)
     if self.theta is None:
       raise ValueError("theta: expected a number, which dpjax calibrate finds, got None")
-    checks.number("theta", self.theta)
+    arrays.number("theta", self.theta)
     super().__post_init__()
 
   @property

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.errors import UserError, unknown
-from dpjax.ops import checks
+from dpjax.ops import arrays
 
 
 class Mixer(Protocol):
@@ -85,8 +86,8 @@ def check_input(
       `document_starts` or a cache; D is not a multiple of `num_heads`; or `document_starts`
       is not [B, T] or with a cache.
   """
-  batch = "B" if cache is None else "B>=1"
-  inputs = checks.array("inputs", inputs, f"{batch} T>=1 D>=1")
+  inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
+  arrays.check_not_empty(inputs=inputs)
   length, width = inputs.shape[1:]
   if document_starts is not None:
     ops.check_starts(document_starts, inputs.shape[:2])
@@ -129,17 +130,17 @@ def check_settings(
   values of the field `implementation` besides None. Every bool, `dtype`, standard deviation
   (`init_std`) and `epsilon` is checked.
   """
-  checks.integers(**{name: getattr(module, name) for name in sizes})
+  arrays.integers(**{name: getattr(module, name) for name in sizes})
   for name in rates:
-    checks.rate(name, getattr(module, name))
+    arrays.rate(name, getattr(module, name))
   for field in dataclasses.fields(module):
     name, value = field.name, getattr(module, field.name)
     if field.type is bool and not isinstance(value, bool | np.bool_):
       raise ValueError(f"{name}: expected True or False, got {value!r}")
     if name == "dtype":
-      checks.float_dtype(value)
+      arrays.float_dtype(value)
     if name.endswith(("_std", "epsilon")):
-      checks.number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
+      arrays.number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
   if implementations is not None and module.implementation is not None:
     if str(module.implementation) not in implementations:
       raise unknown("implementation", ("None", *implementations), module.implementation)

@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
+from jaxtyping import Array, Int32, Integer
 
 from dpjax import ops
 from dpjax.layers import common, embeddings
 from dpjax.layers.mixer import check_settings
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.stack import Stack
-from dpjax.ops import checks
+from dpjax.ops import arrays
 from dpjax.ops.placement import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):
   """The cache of a model after the tokens so far."""
 
-  length: jax.Array  # [B], int32, the number of tokens so far in each row
+  length: Int32[Array, "B"]  # the number of tokens so far in each row
   layers: Any  # the cache of each layer's mixer in order, or an `HourglassCache`
 
 
@@ -114,7 +115,7 @@ class LanguageModel(nn.Module):
       ValueError: an argument is not as above, or the model does not support it.
     """
     check_settings(self)
-    tokens = checks.array("tokens", tokens, "B T", checks.INTEGERS)
+    tokens = arrays.check("tokens", tokens, Integer[Array, "B T"])
     if cache is not None:
       self._check_step(tokens, cache, deterministic, capacity, document_starts)
     elif lengths is not None:
@@ -218,6 +219,5 @@ class LanguageModel(nn.Module):
       raise ValueError("document_starts: expected none with a cache, got some")
     if capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
-    checks.record(
-      "cache", cache, LanguageModelCache, dict(B=tokens.shape[0]), length=("B", jnp.int32)
-    )
+    arrays.check("cache", cache, LanguageModelCache)
+    arrays.check("cache.length", cache.length, Int32[Array, f"{len(tokens)}"])

@@ -12,7 +12,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.block import Block
-from dpjax.ops import checks
+from dpjax.ops import arrays
 
 
 class BlockGroup(nn.Module):
@@ -49,7 +49,7 @@ class Stack(nn.Module):
   remat: bool = False
 
   def __post_init__(self):
-    checks.integers(num_layers=self.num_layers)
+    arrays.integers(num_layers=self.num_layers)
     has_blocks = any(x is not None for x in (self.block, self.period, self.rest))
     if not has_blocks or not all(hasattr(block, "mixer") for block in self.blocks):
       raise UserError(f"block: expected a layers.Block, or Stack.in_turn, got {self.block!r}")

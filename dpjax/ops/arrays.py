@@ -69,7 +69,7 @@ def typed(function: _Function) -> _Function:
       # Only now, as annotations may name classes that are defined later.
       for name, hint in _array_hints(function).items():
         if name in bound.arguments:
-          bound.arguments[name] = check(name, bound.arguments[name], hint)
+          bound.arguments[name] = _check(name, bound.arguments[name], hint)
     return function(*bound.args, **bound.kwargs)
 
   return cast(_Function, run)
@@ -77,6 +77,11 @@ def typed(function: _Function) -> _Function:
 
 def check(name: str, value: Any, hint: Any) -> Any:
   """Checks a value against an annotation, and returns it with arrays in place of array-likes."""
+  with jaxtyping.jaxtyped("context"):
+    return _check(name, value, hint)
+
+
+def _check(name: str, value: Any, hint: Any) -> Any:
   choices = _choices(hint)
   is_array = isinstance(value, jax.Array) or not any(map(_is_array, choices))
   array = value if is_array else _as_array(value)
@@ -85,11 +90,11 @@ def check(name: str, value: Any, hint: Any) -> Any:
       return None
     if _is_record(choice) and isinstance(value, choice):
       fields = cast(Any, value)._asdict()
-      fields |= {x: check(f"{name}.{x}", fields[x], y) for x, y in _array_hints(choice).items()}
+      fields |= {x: _check(f"{name}.{x}", fields[x], y) for x, y in _array_hints(choice).items()}
       return choice(**fields)
     if typing.get_origin(choice) is tuple and isinstance(value, tuple | list):
       if len(value) == len(inner := typing.get_args(choice)):
-        return tuple(check(name, x, y) for x, y in zip(value, inner, strict=True))
+        return tuple(_check(name, x, y) for x, y in zip(value, inner, strict=True))
     if _is_array(choice) and isinstance(array, choice):
       _check_values(name, value, cast(Any, choice).dtype)  # A converted array may be a tracer.
       return array

@@ -33,17 +33,21 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
   return _build(train["optimizer"], "train.optimizer", train["grad_clip_norm"], **arguments)
 
 
+_NOT_DECAYED = "scale", "bias", "null_group", "a_log", "skip", "gain"
+
+
 def decays(params: Any) -> Any:
   """The mask for weight decay of matrices: a tree of bools.
 
   False for norms and biases (names that end with "scale" or "bias"), for the tables of tokens and
-  positions, tied or not, and for the null group. True for all others, also convolution taps.
+  positions, tied or not, for the null group, and for the vectors of Mamba-2. True for all others,
+  also convolution taps.
   """
 
   def is_decayed(path, leaf):
     names = _names(path)
     is_table = "embedding" in (names[0], names[-1])
-    return not (is_table or names[-1].endswith(("scale", "bias", "null_group")))
+    return not (is_table or names[-1].endswith(_NOT_DECAYED))
 
   return jax.tree.map_with_path(is_decayed, params)
 

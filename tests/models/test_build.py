@@ -27,6 +27,7 @@ SETTINGS |= dict(norm_type="rms_norm", norm_epsilon=1e-3, activation="swiglu")
 SETTINGS |= dict(dropout=0.1, hidden_dropout=0.2)
 OPTIONS = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
 OPTIONS |= dict(rotary_base=50.0, window=5, num_taps=4, adjustment=False, output_projection=False)
+OPTIONS |= dict(state_width=5, head_width=3, expand=3)
 
 
 def norm():

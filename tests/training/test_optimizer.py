@@ -125,7 +125,7 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
     assert values.max() < 2 * values.min(), values
 
 
-POOLING, STACK = "hourglass/(middle/)?", r"(first|last|middle)/((period|rest)/place_\d/)?"
+POOLING, STACK = "hourglass/(middle/)?", r"(first|last|middle)/((period|rest)/place_\d+/)?"
 # Of a model with everything: the first of the axes that Muon takes, or None; whether it decays.
 MASKS = [
   ("embedding/.*", None, False),
@@ -135,7 +135,7 @@ MASKS = [
   (f"{POOLING}boundary_predictor/(hidden|residual)/kernel", 0, True),
   (f"{POOLING}boundary_predictor/(out/kernel|query|key)", None, True),  # out: [F, 1]
   (f"{POOLING}middle_(in|out)", None, True),
-  (".*(scale|bias|null_group)", None, False),
+  (".*(scale|bias|null_group|mixer/(a_log|skip|gain))", None, False),
 ]
 
 
@@ -143,7 +143,7 @@ MASKS = [
 def test_masks_of_a_model_with_everything(kinds):
   outer, inner = (config_lib.boundaries(name, num_buckets=2) for name in kinds)
   names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
-  every = [helpers.component(registry.mixers, x, num_heads=2) for x in names]
+  every = [helpers.component(registry.mixers, x, num_heads=2, head_width=4) for x in names]
   config = helpers.model_settings(
     tuple(every), outer, activation="swiglu", positions="learned", num_layers=len(every) + 1
   )
