@@ -12,10 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from dpjax.layers.block import Block, FeedForward
-from dpjax.layers.common import Norm
-from dpjax.layers.mixer import check_input, takes_starts
-from dpjax.models.stack import Stack
+from dpjax.layers.mixer import takes_starts
 from dpjax.ops import arrays
 
 _BATCH, _LENGTH = 2, 11
@@ -25,7 +22,7 @@ _DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]  # their lengths, row by row
 
 
 def check_mixer(
-  make: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...],
+  make: Callable[..., nn.Module],
   *,
   width: int = 6,
   max_length: int = 13,
@@ -38,12 +35,11 @@ def check_mixer(
 ) -> None:
   """Checks a mixer with small random inputs, in float32 and bfloat16.
 
-  Its parameters have the initial values of its own; those that are zero are drawn from N(0, 0.01).
+  Parameters begin as the mixer initializes them; those that are zero are drawn from N(0, 0.01).
 
   Args:
     make: the mixer's class, or a function; called with `max_length=` and, if the mixer
-      has that field, with `dtype=`. `functools.partial` sets other fields. Several mixers are
-      checked as those of a stack of layers in turn, with a layer more than there are mixers.
+      has that field, with `dtype=`. `functools.partial` sets other fields.
     width: D.
     max_length: the longest T, at least 11.
     reach: the number of positions up to the farthest one that an output depends on, itself
@@ -64,56 +60,15 @@ def check_mixer(
   names = [*(RELATIONS if relations is None else relations)]
   for name in names:
     arrays.choice("relations", name, RELATIONS)
-  if isinstance(make, tuple):
-    make = partial(_make_in_turn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
   case()  # A class that cannot be made raises its own error.
   for name in names:
     try:
       RELATIONS[name](case)
     except Exception as error:
-      kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+      error_type = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
       statement = inspect.getdoc(RELATIONS[name])
-      raise AssertionError(f"{name}: {statement}\n{kind}{error}") from error
-
-
-class _LayersInTurn(nn.Module):
-  """A stack of one layer more than it has mixers, as a mixer."""
-
-  layers: Stack
-  positions: nn.Module | None
-  max_length: int
-  dtype: jnp.dtype
-
-  def __call__(
-    self, inputs, *, deterministic=True, cache=None, lengths=None, document_starts=None
-  ) -> Any:
-    inputs = check_input(
-      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
-    )
-    shared = None
-    if self.positions is not None:
-      length = inputs.shape[1] if cache is None else self.layers.num_distances
-      shared = self.positions(length, inputs.shape[2], deterministic=deterministic)
-    if cache is not None:
-      return self.layers.step(inputs, cache, lengths, positions=shared)
-    options: Any = dict(deterministic=deterministic, document_starts=document_starts)
-    return self.layers(inputs, positions=shared, **options)
-
-  def init_cache(self, batch: int, width: int) -> tuple:
-    return self.layers.init_cache(batch, width)
-
-
-def _make_in_turn(make_mixers, max_length: int, dtype: Any = jnp.float32) -> _LayersInTurn:
-  def make_block(make):
-    make = partial(make, max_length=max_length)
-    mixer = make(dtype=dtype) if hasattr(make(), "dtype") else make()
-    norms = Norm(dtype=dtype), Norm(dtype=dtype)
-    return Block(mixer, FeedForward(7, "gelu", dtype=dtype), *norms, is_pre_norm=True)
-
-  stack = Stack.in_turn(len(make_mixers) + 1, [partial(make_block, make) for make in make_mixers])
-  shared = [x.make_positions()() for x in stack.mixers if hasattr(x, "make_positions")]
-  return _LayersInTurn(stack, shared[0] if shared else None, max_length, dtype)
+      raise AssertionError(f"{name}: {statement}\n{error_type}{error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +109,10 @@ def _expect(condition: Any, message: str) -> None:
   np.testing.assert_(condition, message)
 
 
-def _close(found: Any, expected: Any, message: str, scale: Any = None) -> None:
+def _close(output: Any, expected: Any, message: str, scale: Any = None) -> None:
   """Equal up to the rounding of sums of the size of `scale`, by default of all that is expected."""
   atol = 1e-5 * _largest(expected if scale is None else scale)
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol, err_msg=message)
+  np.testing.assert_allclose(output, expected, rtol=1e-5, atol=atol, err_msg=message)
 
 
 def _largest(tree: Any) -> float:
@@ -219,13 +174,13 @@ def _refusals(case: _Case) -> None:
   """
   longer = case.max_length + 1
   long, row = case.draw(longer), case.draw()[0]
-  told = (long, ("max_length", str(case.max_length), str(longer))), (row, (str(row.shape)[1:-1],))
-  for inputs, words in told:
+  cases = (long, ("max_length", str(case.max_length), str(longer))), (row, (str(row.shape)[1:-1],))
+  for inputs, words in cases:
     try:
       jax.eval_shape(case().init, jax.random.key(0), inputs)
     except ValueError as error:
-      is_told = all(word in str(error) for word in words)
-      _expect(is_told, f"expected {', '.join(words)} in the message, got: {error}")
+      has_words = all(word in str(error) for word in words)
+      _expect(has_words, f"expected {', '.join(words)} in the message, got: {error}")
     else:
       raise AssertionError(f"an input of shape {inputs.shape} is taken")
 
@@ -254,8 +209,8 @@ def _bfloat16(case: _Case) -> None:
     return {"output": output, "gradient": case.gradients(grads)}
 
   expected = jax.tree.leaves_with_path(run(exact, jnp.dtype("float32")))
-  found = jax.tree.leaves(run(rounded, jnp.dtype("bfloat16")))
-  for (path, want), got in zip(expected, found, strict=True):
+  outputs = jax.tree.leaves(run(rounded, jnp.dtype("bfloat16")))
+  for (path, want), got in zip(expected, outputs, strict=True):
     name, got = jax.tree_util.keystr(path), got.astype(jnp.float32)
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
     np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max(), err_msg=name)
@@ -328,12 +283,12 @@ def _chunks(case: _Case) -> None:
     return
   module, inputs = case(), case.draw()
   step = jax.jit(case.with_params(module))
-  whole, plans = step(inputs), [_CHUNKS]
-  if all(getattr(mixer, "is_unbounded", True) for mixer in _mixers(module)):
+  full, plans = step(inputs), [_CHUNKS]
+  if getattr(module, "is_unbounded", True):
     plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
   for plan in plans:
     cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
-    kind = jax.tree.map(jax.typeof, cache)
+    types = jax.tree.map(jax.typeof, cache)
     for size, lengths in plan:
       chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
       for row, length in enumerate(lengths):
@@ -341,10 +296,10 @@ def _chunks(case: _Case) -> None:
       output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
       _expect(np.isfinite(output).all(), "an output is not finite")
       after = jax.tree.map(jax.typeof, cache)
-      _expect(after == kind, f"expected a cache {kind}, got {after}")
+      _expect(after == types, f"expected a cache {types}, got {after}")
       for row, length in enumerate(lengths):
-        expected = whole[row, seen[row] :][:length]
-        _close(output[row, :length], expected, f"row {row} from position {seen[row]} on", whole)
+        expected = full[row, seen[row] :][:length]
+        _close(output[row, :length], expected, f"row {row} from position {seen[row]} on", full)
         seen[row] += length
 
 
@@ -389,12 +344,12 @@ def _documents(case: _Case) -> None:
     parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
   packed = partial(module.apply, document_starts=document_starts)
 
-  def alone(params, x):
+  def apart(params, x):
     # A row for each document, filled up behind it.
     rows = [jnp.pad(x[row, part], ((0, _LENGTH), (0, 0)))[:_LENGTH] for row, part in parts]
     y = module.apply(params, jnp.stack(rows))
-    found = [y_td[: part.stop - part.start] for (_, part), y_td in zip(parts, y, strict=True)]
-    return jnp.concatenate(found).reshape(x.shape)
+    outputs = [y_td[: part.stop - part.start] for (_, part), y_td in zip(parts, y, strict=True)]
+    return jnp.concatenate(outputs).reshape(x.shape)
 
   @partial(jax.jit, static_argnums=0)
   def run(mix, x):
@@ -405,32 +360,29 @@ def _documents(case: _Case) -> None:
     (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
     return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
 
-  found, expected = run(packed, inputs), run(alone, inputs)
+  outputs, expected = run(packed, inputs), run(apart, inputs)
   for name, of_group in expected.items():
-    paths, wanted = jax.tree.leaves_with_path(found[name]), jax.tree.leaves(of_group)
+    paths, wanted = jax.tree.leaves_with_path(outputs[name]), jax.tree.leaves(of_group)
     for (path, got), want in zip(paths, wanted, strict=True):
       _close(got, want, f"{name}{jax.tree_util.keystr(path)} of packed documents", of_group)
   for row, part in parts:
     changed = run(packed, inputs.at[row, part].add(1.0))
-    difference = np.array(abs(changed["output"] - found["output"]))
+    difference = np.array(abs(changed["output"] - outputs["output"]))
     _expect(difference[row, part].max() > 0, "a document has no effect on itself")
     difference[row, part] = 0
-    most = f"{difference.max():.1g}"
-    _expect(not difference.any(), f"an output changes by {most} with another document")
+    message = f"an output changes by {difference.max():.1g} with another document"
+    _expect(not difference.any(), message)
 
 
 def _has(case: _Case, name: str) -> bool:
-  """Whether the mixer has a cache or takes `document_starts`, which `check_mixer` must be told."""
-  method = "init_cache" if name == "has_cache" else "__call__"
-  has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
-  found = all(map(has, _mixers(case())))
-  given = getattr(case, name)
-  _expect(found == given, f"{name}: expected {found}, as the mixer's `{method}`, got {given}")
-  return found
-
-
-def _mixers(module: Any) -> list[Any]:
-  return module.layers.mixers if isinstance(module, _LayersInTurn) else [module]
+  """Whether the mixer has a cache or takes `document_starts`, as `check_mixer` was called."""
+  module, expected = case(), getattr(case, name)
+  if name == "has_cache":
+    method, has = "init_cache", hasattr(module, "init_cache")
+  else:
+    method, has = "__call__", takes_starts(module)
+  _expect(has == expected, f"{name}: expected {has}, as the mixer's `{method}`, got {expected}")
+  return has
 
 
 RELATIONS: dict[str, Callable[[_Case], None]] = {

@@ -115,9 +115,5 @@ class HE(WE):
 class SHE(WE):
   """The super high-performance Extractor: (l + 2) D**2 parameters, with the attributes of `WE`."""
 
-  def init_cache(self, batch: int, width: int) -> ops.ConvolutionCache:
-    """See `dpjax.layers.mixer.Mixer`; the inputs so far, [B, max_length, D]."""
-    return ops.init_convolution_cache(batch, self.max_length, width, self.dtype)
-
   def _prepare(self, inputs: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     return inputs, 2 * inputs.shape[2:]
