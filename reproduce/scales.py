@@ -54,7 +54,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
   },
   "tiny": {
     "all": dict(
-      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer_file="", tokenizer_size=300),
+      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer=dict(file="", vocab_size=300)),
       train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
@@ -193,4 +193,4 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
 def tokens_name(config: ConfigDict) -> str:
   """The name of a folder of tokens: bpe, or characters_unigram_200 with boundaries of the text."""
   kind = config.model.boundaries
-  return config.data.tokenizer + f"_unigram_{kind.get('size')}" * (kind.name == "unigram")
+  return config.data.tokenizer.name + f"_unigram_{kind.get('size')}" * (kind.name == "unigram")

@@ -34,6 +34,11 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
+def vocabulary(name: str, size: int) -> dict[str, int]:
+  """The setting of a tokenizer's size, if it has one."""
+  return {"vocab_size": size} if "vocab_size" in registry.tokenizers.settings(name) else {}
+
+
 def component(known: registry.Registry, name: str, **settings):
   """The section of a component; settings that it lacks are ignored."""
   return known.section(name, **{x: settings[x] for x in settings if x in known.settings(name)})

@@ -166,7 +166,9 @@ def test_training_says_what_its_tokens_lose(tmp_path, capsys):
     ("characters", "does not know: 0 in valid, 1 in test"),
     ("wordpiece", "tokens of wordpiece do not hold the whole text"),
   ):
-    config.data.update(tokenizer=kind, tokenizer_size=50)
+    config.data.tokenizer = kind
+    if kind == "wordpiece":
+      config.data.tokenizer.vocab_size = 50
     dpjax.train(config, tmp_path / kind, model=helpers.bigrams)
     assert capsys.readouterr().out.count(shown) == 1
 
@@ -261,9 +263,10 @@ def test_training_that_cannot_be_leaves_the_folder_free(
   text, tmp_path, boundaries, key, value, message
 ):
   config = helpers.pooled_config(text, boundaries)
-  config.data.tokenizer_size = 300
   section, _, name = key.rpartition(".")
   config_lib.get(config, section)[name] = value
+  if key == "data.tokenizer":
+    config.data.tokenizer.vocab_size = 300
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path)
   assert not (tmp_path / "config.json").exists()

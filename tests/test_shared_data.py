@@ -17,7 +17,7 @@ from dpjax.data.remote import File
 from dpjax.errors import UserError
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from dpjax_papers import corpora
 from tests import helpers
@@ -167,11 +167,11 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
     folder.mkdir()
     tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
     tokenizer._raw.model.save(str(folder))
-    config.data.tokenizer_file = str(folder)
+    config.data.tokenizer.file = str(folder)
     data = tokens_lib.open_tokens(config, tmp_path / str(i) / "data")
     sizes.append(data.tokenizer.vocab_size)
   # What a vocabulary of one's own would have is of no account.
-  config.data.tokenizer_size = 999
+  config.data.tokenizer.vocab_size = 999
   tokens_lib.open_tokens(config, tmp_path / "again" / "data")
   assert sizes == [270, 280] and len(tokens_of(config)) == 2
 
@@ -180,12 +180,12 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   """By its folder or its file; the kind is its own, unless another one is asked for."""
   text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.small_config(text)
-  config.data.update(tokenizer="bpe", tokenizer_size=271)
+  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=271)
   known = tokens_lib.open_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
   for i, place in enumerate(("run", "run/data/tokenizer.json")):
     for kind in ("bpe", "characters"):  # the default
-      config.data.update(tokenizer=kind, tokenizer_file=str(tmp_path / place))
+      config.data.tokenizer = config_lib.tokenizer(kind, file=str(tmp_path / place))
       data = tokens_lib.open_tokens(config, tmp_path / f"{kind}{i}" / "data")
       assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
@@ -193,14 +193,17 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   content["tokenizer"]["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": []}
   content["tokenizer"]["added_tokens"] = []
   (tmp_path / "run/data/tokenizer.json").write_text(json.dumps(content))
-  with pytest.raises(UserError, match="^data.tokenizer_file: expected .* or an unknown token"):
+  with pytest.raises(UserError, match="^data.tokenizer.file: expected .* or an unknown token"):
     tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
-  (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "kind": "bpe"}')
-  for changes, message in (
-    (dict(tokenizer="wordpiece"), "data.tokenizer_file: expected a tokenizer.json, got .*damaged"),
-    (dict(tokenizer_file=str(tmp_path / "none")), "data.tokenizer_file: expected none, or a run"),
+  (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "name": "bpe"}')
+  for (name, file), message in (
+    (
+      ("wordpiece", str(tmp_path / "run")),
+      "data.tokenizer.file: expected a tokenizer.json, got .*damaged",
+    ),
+    (("characters", str(tmp_path / "none")), "data.tokenizer.file: expected none, or a run"),
   ):
-    config.data.update(**{"tokenizer": "characters", **changes})
+    config.data.tokenizer = config_lib.tokenizer(name, file=file)
     with pytest.raises(UserError, match=f"^{message}"):
       tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
 
@@ -234,8 +237,7 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
   )
   for key, value in {
     "data.tokenizer": "bytes",
-    "data.lower_text": True,
-    "data.documents": "isolated",
+    "data.isolate_documents": True,
     "model.boundaries": other,
   }.items():
     wrong = config.copy_and_resolve_references()

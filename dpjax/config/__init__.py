@@ -31,6 +31,7 @@ if TYPE_CHECKING:
   from dpjax.config.schema import optimizer as optimizer
   from dpjax.config.schema import schedule as schedule
   from dpjax.config.schema import stages_in as stages_in
+  from dpjax.config.schema import tokenizer as tokenizer
   from dpjax.config.schema import walk as walk
 else:
   from dpjax import lazy

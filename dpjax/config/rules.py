@@ -34,9 +34,9 @@ def check(config: Any) -> None:
   if train.sampling != "random_windows":
     expected = "'' unless train.sampling = random_windows"
     _expect(not data.mixture, "data.mixture", expected, data.mixture)
-  if data.documents == "isolated":
+  if data.isolate_documents:
     max_tokens = config.eval.max_tokens
-    _expect(not max_tokens, "eval.max_tokens", "0 with data.documents = isolated", max_tokens)
+    _expect(not max_tokens, "eval.max_tokens", "0 with data.isolate_documents", max_tokens)
 
 
 def check_model(model: Mapping) -> None:

@@ -102,22 +102,16 @@ _DATA = {
     "a text file, .jsonl or .parquet, a pattern of several, a folder with train/valid/test.txt, of "
     "documents, or of tokens that were made elsewhere; wins over data.name",
   ),
-  "documents": choice("joined isolated", "one stream of all, or no document sees another"),
+  "isolate_documents": S(False, "no document sees another; False: one stream of all"),
   "text_field": S("text", "the text in a .jsonl or .parquet, with a document a line or row"),
   "separator": S("", "the line between two documents of a .txt"),
   "split_fractions": S((0.9, 0.05, 0.05), "of a single file: train, valid, test"),
-  "tokenizer": S(
-    "characters", "or bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram"
+  "tokenizer": Component(
+    registry.tokenizers,
+    "characters",
+    'file: a vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, to take its '
+    'tokenizer; "": that of train.init_from, or one trained on the train split',
   ),
-  "tokenizer_file": S(
-    "",
-    'a vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, whose tokenizer is '
-    'taken; "": that of train.init_from, or one that is trained on the train split',
-  ),
-  "tokenizer_size": S(8000, "entries of a vocabulary that is trained", 1),
-  "lower_text": S(False, "lower-case the text first; with wordpiece"),
-  "lower_pieces": S(False, "lower-case the pieces; with wordpiece"),
-  "restrict_vocabulary": S(False, "only the train split's pieces; with wordpiece"),
 }
 _TRAIN = {
   "sampling": choice(
@@ -182,7 +176,7 @@ SCHEMA: dict[str, Any] = {
   "sample": _SAMPLE,
 }
 # Settings that name files and folders, those of components too.
-_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer_file train.init_from
+_PATHS = """data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from
   model.boundaries.file model.boundaries.run""".split()
 # The length of a run may change on resume where the schedule does not depend on it.
 LENGTH_KEYS = ("train.num_steps", "train.num_epochs")
@@ -194,10 +188,17 @@ _RENAMED = {
   "train.keep_checkpoints": "train.max_to_keep",
   "model.norm": "model.norm_position",
   "model.norm_kind": "model.norm_type",
+  "data.documents": "data.isolate_documents",
+  "data.tokenizer_file": "data.tokenizer.file",
+  "data.tokenizer_size": "data.tokenizer.vocab_size",
+}
+_RENAMED |= {
+  f"data.{x}": f"data.tokenizer.{x}" for x in ("lower_text", "lower_pieces", "restrict_vocabulary")
 }
 _FREE_NAMES = ("implementation", "num_buckets")  # of components
 _REGISTRIES = {"mixer": registry.mixers, "boundaries": registry.boundaries}
 _REGISTRIES |= {"optimizer": registry.optimizers, "schedule": registry.schedules}
+_REGISTRIES["tokenizer"] = registry.tokenizers
 
 
 class Section(ConfigDict):
@@ -280,6 +281,11 @@ def optimizer(name: str, **settings) -> ConfigDict:
 def schedule(name: str, **settings) -> ConfigDict:
   """The section of a learning rate schedule, like `mixer`."""
   return registry.schedules.section(name, **settings)
+
+
+def tokenizer(name: str, **settings) -> ConfigDict:
+  """The section of a tokenizer, like `mixer`."""
+  return registry.tokenizers.section(name, **settings)
 
 
 def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict:

@@ -175,7 +175,7 @@ def load_corpus(
   *,
   data_dir: str | Path = "data",
   manual_dir: str | Path = "",
-  documents: str = "joined",
+  isolate_documents: bool = False,
   text_field: str = "text",
   separator: str = "",
   mixture: str = "",
@@ -195,7 +195,7 @@ def load_corpus(
       documents are known, each split has some, and none is cut.
     data_dir: the folder for texts that are no plain files.
     manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
-    documents: "isolated" requires that the beginnings of documents are known.
+    isolate_documents: requires that the beginnings of documents are known.
     text_field: the field of the text in .jsonl, or its column in .parquet.
     separator: the line between two documents in .txt.
     mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
@@ -207,7 +207,7 @@ def load_corpus(
       or not readable, an unknown name, or a failed download.
   """
   options = _Options(
-    Files(data_dir, manual_dir), split_fractions, documents == "isolated", text_field, separator
+    Files(data_dir, manual_dir), split_fractions, isolate_documents, text_field, separator
   )
   if mixture:
     opened = [_open_source(source, options) for source in parse(mixture)]
@@ -230,7 +230,7 @@ def load_corpus(
 class _Options(NamedTuple):
   files: Files
   split_fractions: Sequence[float]
-  is_isolated: bool
+  isolate_documents: bool
   text_field: str
   separator: str
 
@@ -257,18 +257,18 @@ def _open(name: str, path: str | Path, options: _Options) -> tuple[Corpus, set[s
     used = {"text_field"}
   elif path and not any(text.has_documents for text in texts.values()):
     used = {"separator"}
-  if not options.is_isolated or all(text.has_documents for text in texts.values()):
+  if not options.isolate_documents or all(text.has_documents for text in texts.values()):
     return corpus, used
   if not marks:
     raise UserError(
-      f"data.documents: expected joined for {corpus.name}, which does not say where documents "
-      "begin, got isolated (.jsonl, .parquet, a folder of .txt files, .txt with data.separator, "
-      "datasets of the Hugging Face Hub and some corpora have documents)"
+      f"data.isolate_documents: expected False for {corpus.name}, which does not say where "
+      "documents begin, got True (.jsonl, .parquet, a folder of .txt files, .txt with "
+      "data.separator, datasets of the Hugging Face Hub and some corpora have documents)"
     )
   splits = {split: dataclasses.replace(text, marks=marks) for split, text in texts.items()}
   if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
     raise UserError(
-      "data.documents, data.separator: expected a text with marks between documents, got "
+      "data.isolate_documents, data.separator: expected a text with marks between documents, got "
       f"{corpus.name}, in which no {marks!r} is found"
     )
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks}), used

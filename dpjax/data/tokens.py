@@ -31,7 +31,8 @@ from tqdm import tqdm
 from dpjax import files
 from dpjax.data.corpus import SPLITS, Corpus, Mixed, Text
 from dpjax.errors import UserError
-from dpjax.text.tokens import CHARACTER_KINDS, Tokenizer, tokenizer_from_json, train_tokenizer
+from dpjax.text.factory import CHARACTER_TOKENIZERS, tokenizer_from_json, train_tokenizer
+from dpjax.text.tokenizer import Tokenizer
 
 FORMAT = 1
 MAX_TRAIN_BYTES = 2**30  # of text, from which a vocabulary is trained
@@ -299,39 +300,40 @@ def tokenize(
     shared: whether to write into a subfolder of `folder`, named after its content.
     boundaries: None, or the `TextBoundaries` of a module such as `dpjax.layers.Unigram`. Only with
       the tokenizers "characters" and "bytes".
-    **settings: of a tokenizer to make; see `dpjax.text.tokens.train_tokenizer`.
+    **settings: of a tokenizer to make; see `dpjax.text.train_tokenizer`.
 
   Raises:
     UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
   is_name = isinstance(tokenizer, str)
-  name, loaded = (tokenizer, None) if is_name else (tokenizer.kind, tokenizer)
+  name, loaded = (tokenizer, None) if is_name else (tokenizer.name, tokenizer)
+  restricts = settings.get("restrict_vocabulary", False)
   if loaded is None and settings.get("file"):
-    loaded = train_tokenizer(name, (), **{**settings, "restrict": False})
-  has_boundaries = boundaries is not None
-  if has_boundaries and name not in CHARACTER_KINDS:
-    raise UserError(
-      f"data.tokenizer: expected {' or '.join(CHARACTER_KINDS)} with boundaries that follow from "
-      f"the text, got {name}"
+    loaded = train_tokenizer(
+      name, (), **settings | ({"restrict_vocabulary": False} if restricts else {})
     )
-  made: dict[str, Any] = {
+  has_boundaries = boundaries is not None
+  if has_boundaries and name not in CHARACTER_TOKENIZERS:
+    names = " or ".join(CHARACTER_TOKENIZERS)
+    raise UserError(
+      f"data.tokenizer: expected {names} with boundaries that follow from the text, got {name}"
+    )
+  ignored = ("file",) if loaded is None else ("file", "vocab_size")
+  origin: dict[str, Any] = {
     "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
     "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    "kind": name,
-    **{key: settings.get(key, False) for key in ("lower_text", "lower_pieces", "restrict")},
+    "tokenizer": {"name": name, **{x: settings[x] for x in settings if x not in ignored}},
   }
   if loaded is not None:
-    made["vocabulary"] = _digest(loaded.to_json())
-  elif name not in CHARACTER_KINDS:
-    made["vocab_size"] = settings.get("vocab_size", 0)
+    origin["vocabulary"] = _digest(loaded.to_json())
   if has_boundaries:
-    made["unigram"] = boundaries.key
+    origin["unigram"] = boundaries.key
   folder = Path(folder)
   if shared:
     folder /= (
-      f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(made, sort_keys=True))[:8]}"
+      f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(origin, sort_keys=True))[:8]}"
     )
-  inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "made": made}
+  inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "origin": origin}
   inputs = json.loads(json.dumps(inputs))
   shards = folder.with_name(f"{folder.name}.shards")
 
@@ -341,7 +343,7 @@ def tokenize(
       trained, fitted = _open_encoder(shards, boundaries)
     else:
       shutil.rmtree(shards, ignore_errors=True)
-      to_train = tokenizer if loaded is None or settings.get("restrict") else loaded
+      to_train = tokenizer if loaded is None or restricts else loaded
       trained, fitted = _train(corpus, to_train, boundaries, settings)
       shards.mkdir()
       _write_encoder(shards, trained, fitted)
@@ -398,7 +400,7 @@ def _train(
   sample = _Sample(text)
   try:
     if isinstance(tokenizer, str):
-      takes_all = tokenizer in CHARACTER_KINDS or settings.get("file")
+      takes_all = tokenizer in CHARACTER_TOKENIZERS or settings.get("file")
       tokenizer = train_tokenizer(tokenizer, text if takes_all else sample, **settings)
     return tokenizer, b"" if boundaries is None else boundaries.fit(sample)
   except ValueError as error:

@@ -24,7 +24,7 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.run import export
 from dpjax.run import tokens as tokens_lib
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import Tokenizer
+from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
 from dpjax.training import step as step_lib
 
@@ -54,7 +54,7 @@ class Run:
   def __repr__(self) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
     return (
-      f"Run({self.name}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"Run({self.name}, {size:,} parameters, {self.tokenizer.name} of "
       f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
     )
 
@@ -103,7 +103,7 @@ class Run:
     *,
     window: int = 0,
     stride: int = 0,
-    documents: str = "",
+    isolate_documents: bool | None = None,
     progress: bool = False,
     folder: str | Path | None = None,
   ) -> dict[str, float]:
@@ -113,32 +113,32 @@ class Run:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated" scores each document by itself, after a start token; "joined" one text;
-        "": `config.data.documents`.
+      isolate_documents: whether to score each document by itself, after a start token; None:
+        `config.data.isolate_documents`.
       progress: whether to show a progress bar.
       folder: where to write the scores, too, as JSON; None: nowhere.
 
     Raises:
       ValueError: there is no such split, its tokens have changed, or see `score`.
     """
-    documents = documents or self.config.data.documents
-    config_lib.check_choice("data.documents", documents)
-    data = self._data_with(split, documents)
+    default = self.config.data.isolate_documents
+    isolate = default if isolate_documents is None else isolate_documents
+    data = self._data_with(split, isolate)
     is_first = jax.process_index() == 0
     if folder is not None and is_first:
       files.check_writable(Path(folder))  # before hours of scoring
     scores = self._score_split(
-      self.params, split, data, documents, window=window, stride=stride, progress=progress
+      self.params, split, data, isolate, window=window, stride=stride, progress=progress
     )
     if folder is not None and is_first:
       window, stride = self._scorer.sizes(window, stride)
       name = f"scores_{split}_{self.step}"
       if (window, stride) != self._scorer.sizes():
         name += f"_window{window}_stride{stride}"
-      if documents != self.config.data.documents:
-        name += f"_{documents}"
+      if isolate != default:
+        name += "_isolated" if isolate else "_joined"
       content = {"split": split, "step": self.step, "window": window, "stride": stride}
-      content |= {"scores": metrics.for_json(scores), "documents": documents}
+      content |= {"scores": metrics.for_json(scores), "isolate_documents": isolate}
       content["counts"] = dict(data.counts[split])
       try:
         files.write_json(Path(folder, f"{name}.json"), content)
@@ -153,13 +153,13 @@ class Run:
     Raises:
       ValueError: there is no such split, or its tokens have changed.
     """
-    return self._data_with(split, "joined").splits[split]
+    return self._data_with(split, isolate=False).splits[split]
 
-  def _data_with(self, split: str, documents: str) -> Tokens:
+  def _data_with(self, split: str, isolate: bool) -> Tokens:
     if self.data is None or split not in self.data.splits:
       names = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {names}, got {split}")
-    if documents == "isolated" and self.data.documents is None:
+    if isolate and self.data.documents is None:
       return tokens_lib.with_documents(self.config, self.data)
     if self.workdir is None or self.data.has_tokens:
       return self.data
@@ -265,16 +265,16 @@ class Run:
     return make_scorer(self.config, self.model, self.tokenizer)
 
   def _validate(self, params) -> dict[str, float]:
-    documents, max_tokens = self.config.data.documents, self.config.eval.max_tokens
-    return self._score_split(params, "valid", self.data, documents, max_tokens=max_tokens)
+    isolate, max_tokens = self.config.data.isolate_documents, self.config.eval.max_tokens
+    return self._score_split(params, "valid", self.data, isolate, max_tokens=max_tokens)
 
-  def _score_split(self, params, split: str, data: Any, documents: str, **options):
+  def _score_split(self, params, split: str, data: Any, isolate: bool, **options):
     return self._scorer.score(
       params,
       data.splits[split],
       data.counts[split],
       boundaries=None if data.boundaries is None else data.boundaries[split],
-      documents=data.documents[split] if documents == "isolated" else None,
+      documents=data.documents[split] if isolate else None,
       **options,
     )
 

@@ -16,6 +16,7 @@ from dpjax.text.tokenizer import (
   LINE,
   Tokenizer,
   as_ids,
+  check_size,
   cut_lines,
   file_error,
   is_lossless,
@@ -56,7 +57,7 @@ class BytePairs(Tokenizer):
   line; otherwise, as by Llama 2's, in one piece, which takes over 100 bytes of memory a character.
   """
 
-  kind = "bpe"
+  name = "bpe"
 
   def __init__(self, raw):
     """Takes the library's tokenizer; a `ValueError` if it is not BPE."""
@@ -99,12 +100,13 @@ class BytePairs(Tokenizer):
       raise file_error(f"{expected}, or their folder", f"{file} ({error})") from error
 
   @classmethod
-  def train(cls, chunks: Iterable[str], vocab_size: int) -> "BytePairs":
-    """Trains `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges."""
+  def train(cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000) -> "BytePairs":
+    """Loads a file, or trains up to `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges."""
     from tokenizers import models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-      raise size_error("at least 257 (the bytes and one mark)", vocab_size)
+    if file:
+      return cls.load(file)
+    check_size(vocab_size, 257, " (the bytes and one mark)")
     raw = _byte_level(models.BPE())
     marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -128,7 +130,7 @@ class BytePairs(Tokenizer):
     return {"tokenizer": json.loads(self._raw.to_str())}
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "BytePairs":
+  def from_fields(cls, fields: dict) -> "BytePairs":
     """See `Tokenizer`."""
     return cls(library_tokenizer(fields["tokenizer"]))
 
@@ -175,7 +177,7 @@ class WordPiece(Tokenizer):
   ties by their characters.
   """
 
-  kind = "wordpiece"
+  name = "wordpiece"
   lossless = False
 
   def __init__(self, raw, pieces: Sequence[str], lower_text: bool, lower_pieces: bool):
@@ -191,13 +193,29 @@ class WordPiece(Tokenizer):
 
   @classmethod
   def train(
-    cls, chunks, vocab_size: int, file: str, lower_text: bool, lower_pieces: bool, restrict: bool
+    cls,
+    chunks: Iterable[str],
+    *,
+    file: str = "",
+    vocab_size: int = 8000,
+    lower_text: bool = False,
+    lower_pieces: bool = False,
+    restrict_vocabulary: bool = False,
   ) -> "WordPiece":
-    """Loads or trains the raw pieces, and makes the vocabulary from them."""
+    """Loads or trains pieces, and makes the vocabulary from them.
+
+    Args:
+      chunks: the text.
+      file: a vocabulary to load instead.
+      vocab_size: the largest number of pieces that are trained.
+      lower_text: whether to lower-case the text first.
+      lower_pieces: whether to lower-case the pieces, found in the cased text.
+      restrict_vocabulary: whether to keep only the pieces in this text.
+    """
     raw = _bert(_read_pieces(file)) if file else _train_bert(chunks, vocab_size, lower_text)
     raw_pieces = _raw_pieces(raw, lower_pieces)
     pieces = list(dict.fromkeys(raw_pieces))
-    if restrict:
+    if restrict_vocabulary:
       pieces = _restrict(raw, raw_pieces, chunks, lower_text)
     elif "<eos>" not in pieces and "[SEP]" not in pieces:
       pieces.append("<eos>")
@@ -228,7 +246,7 @@ class WordPiece(Tokenizer):
     }
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
+  def from_fields(cls, fields: dict) -> "WordPiece":
     """See `Tokenizer`."""
     raw = library_tokenizer(fields["tokenizer"])
     return cls(raw, fields["pieces"], fields["lower_text"], fields["lower_pieces"])
@@ -248,6 +266,7 @@ def _bert(vocabulary: dict[str, int]):
 
 
 def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
+  check_size(vocab_size, 1)
   marks = ["[UNK]", "<eos>"]
   alphabet = _train_pieces(chunks, 0, lower, marks)
   if len(alphabet) > vocab_size:

@@ -19,7 +19,7 @@ from dpjax.data.corpus import SPLITS, Corpus, Text, load_corpus
 from dpjax.data.tokens import Encoder, count_text, encode_text, open_tokens, tokenize
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
 from tests import helpers
 
@@ -49,7 +49,7 @@ def corpus(tmp_path):
 )
 def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
   monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, vocab_size=size)
+  tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, size))
   again = open_tokens(tmp_path / "tokens")
   again.check()
   assert again.counts == tokens.counts and again.name == tokens.name == "texts"
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
 def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, kind, size):
   text = "one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23
   (tmp_path / "a.txt").write_bytes(text.encode())
-  encoder = Encoder(train_tokenizer(kind, [text], vocab_size=size))
+  encoder = Encoder(train_tokenizer(kind, [text], **helpers.vocabulary(kind, size)))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53):
     monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
@@ -92,14 +92,14 @@ def test_counts_do_not_depend_on_the_parts():
 @pytest.mark.parametrize("extra, dtype", [(0, np.uint16), (1, np.int32)])
 def test_the_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dtype):
   class Wide(tokens_lib.Tokenizer):
-    kind, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
+    name, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
     decode = from_fields = fields = None
 
     def _encode(self, text):
       return np.full(len(text), self.vocab_size - 1, np.int32)
 
     def to_json(self):
-      return '{"format": 1, "kind": "bytes"}'
+      return '{"format": 1, "name": "bytes"}'
 
   monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda kind, text: Wide())
   tokens = tokenize(corpus, tmp_path / "tokens", "characters")
@@ -116,7 +116,7 @@ def test_tokens_are_made_once(tmp_path, corpus):
   assert (first.folder / "train.bin").stat().st_mtime_ns == made
   # Others in the same folder replace them; a text that does not say what it is counts as new.
   tokenize(corpus, tmp_path / "own", "bytes")
-  assert tokenize(corpus, tmp_path / "own", "characters").tokenizer.kind == "characters"
+  assert tokenize(corpus, tmp_path / "own", "characters").tokenizer.name == "characters"
   nameless = Corpus("mine", {split: [text] for split, text in TEXTS.items()})
   tokenize(nameless, tmp_path / "own", "bytes")
   nameless.splits["train"][0] = TEXTS["train"][::-1]
@@ -148,7 +148,8 @@ def test_texts_that_cannot_be_tokenized(tmp_path, monkeypatch, corpus, texts, ki
   for split, content in texts.items():
     (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
-  settings = {"file": str(tmp_path / "vocab.txt")} if kind == "wordpiece" else {"vocab_size": 300}
+  wordpiece = {"file": str(tmp_path / "vocab.txt")}
+  settings = wordpiece if kind == "wordpiece" else helpers.vocabulary(kind, 300)
   with pytest.raises(UserError, match=message):
     tokenize(load_corpus(path=tmp_path / "texts"), tmp_path / "tokens", kind, **settings)
   assert not (tmp_path / "tokens").exists()
@@ -290,7 +291,7 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   texts = {"train": DOCUMENTS * 7, "valid": DOCUMENTS[3:], "test": DOCUMENTS[:4]}
   for split, content in texts.items():
     write_records(folder / f"{split}.jsonl", content)
-  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, vocab_size=size)
+  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, **helpers.vocabulary(kind, size))
   monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
   data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
@@ -315,7 +316,7 @@ def test_a_document_without_tokens_is_none(tmp_path):
   assert [*full] == [*texts[:-1], "   \n"]
 
   class Letters(tokens_lib.Tokenizer):
-    kind, start_id, lossless, vocab_size = "characters", 0, False, 3
+    name, start_id, lossless, vocab_size = "characters", 0, False, 3
     decode = from_fields = None
 
     def _encode(self, text):
@@ -333,7 +334,7 @@ def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
     tokenize(
       load_corpus(path=tmp_path / "b.txt", **settings), tmp_path / "tokens", "bytes", shared=True
     )
-    for settings in ({}, dict(separator="--"), dict(separator="--", documents="isolated"))
+    for settings in ({}, dict(separator="--"), dict(separator="--", isolate_documents=True))
   )
   assert plain.folder == joined.folder != isolated.folder
   assert joined.documents is None and "documents" not in joined.counts["train"]
@@ -382,7 +383,7 @@ def stop_after(monkeypatch, number, encoded, error=KeyboardInterrupt):
 def test_it_resumes_where_it_was_stopped(
   tmp_path, records, small_shards, monkeypatch, kind, boundaries
 ):
-  options = dict(boundaries=boundaries, vocab_size=300)
+  options = dict(boundaries=boundaries, **helpers.vocabulary(kind, 300))
   all_parts = []
   with monkeypatch.context() as patch:
     stop_after(patch, 10**6, all_parts)
@@ -424,7 +425,7 @@ def test_another_text_begins_from_scratch(tmp_path, records, small_shards, monke
 def test_sources_and_documents_resume(tmp_path, records, small_shards, monkeypatch):
   write_records(tmp_path / "other.jsonl", [x[::-1] for x in MANY])
   mixture = f"{tmp_path}/texts.jsonl=1,{tmp_path}/other.jsonl=2"
-  mixed = load_corpus(mixture=mixture, documents="isolated", data_dir=tmp_path)
+  mixed = load_corpus(mixture=mixture, isolate_documents=True, data_dir=tmp_path)
   once = tokenize(mixed, tmp_path / "once", "bytes")
   for i in (200, 250):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

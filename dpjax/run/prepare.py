@@ -14,14 +14,15 @@ from dpjax.data.tokens import Tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
 from dpjax.run.workdir import find, on_first_process
-from dpjax.text.tokens import Tokenizer, load_tokenizer
+from dpjax.text.factory import load_tokenizer
+from dpjax.text.tokenizer import Tokenizer
 
 
 def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
   The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
-  Without `config.data.tokenizer_file`, `config.train.init_from` gives the tokenizer. `fresh`
+  Without `config.data.tokenizer.file`, `config.train.init_from` gives the tokenizer. `fresh`
   replaces an existing corpus.
 
   Raises:
@@ -54,13 +55,13 @@ def find_tokens(config: ConfigDict, folder: Path) -> Tokens:
 def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   """The same corpus with its documents, in data_dir, made if missing."""
   config = config.copy_and_resolve_references()
-  config.data.documents = "isolated"
+  config.data.isolate_documents = True
   on_first_process(lambda: _tokenize(config, data.tokenizer) and None)
   isolated = _tokenize(config, data.tokenizer)
   texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (isolated, data))
   if isolated.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
     expected = f"expected {data.name} to have the run's text and vocabulary also when isolated"
-    raise UserError(f"data.documents: {expected}, got another text or vocabulary")
+    raise UserError(f"data.isolate_documents: {expected}, got another text or vocabulary")
   return isolated
 
 
@@ -99,43 +100,31 @@ def _tokenize(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tok
   options: dict[str, Any] = dict(shared=True, boundaries=_text_boundaries(config))
   tokenizer = _loaded_tokenizer(config, run_tokenizer)
   if tokenizer is None:
-    tokenizer = data.tokenizer
-    options |= dict(
-      file=remote.find_vocabulary(data.tokenizer_file, data.data_dir, data.manual_dir),
-      vocab_size=data.tokenizer_size,
-      lower_text=data.lower_text,
-      lower_pieces=data.lower_pieces,
-      restrict=data.restrict_vocabulary,
-    )
+    options |= data.tokenizer
+    options["file"] = remote.find_vocabulary(options["file"], data.data_dir, data.manual_dir)
+    tokenizer = options.pop("name")
   return data_tokens.tokenize(corpus, Path(data.data_dir, "tokens"), tokenizer, **options)
-
-
-# What tokens were encoded with, by the setting.
-_SETTINGS = {
-  "tokenizer": "kind",
-  "lower_text": "lower_text",
-  "lower_pieces": "lower_pieces",
-  "restrict_vocabulary": "restrict",
-  "tokenizer_size": "vocab_size",
-}
 
 
 def _open_ready(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokens:
   """The tokens in `data.path`; a `UserError` if they were encoded with other settings."""
   data, boundaries = config.data, _text_boundaries(config)
   ready = data_tokens.open_tokens(data.path, boundaries=boundaries)
-  before = dict(files.load_json(Path(data.path, files.RECORD)).get("made", {}))
+  before = dict(files.load_json(Path(data.path, files.RECORD)).get("origin", {}))
   sizes = before.get("unigram"), boundaries and boundaries.key
   pairs: dict[str, Any] = {
     "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
   }
   tokenizer = _loaded_tokenizer(config, run_tokenizer)
   if tokenizer is None:
-    pairs |= {f"data.{x}": (before[y], data[x]) for x, y in _SETTINGS.items() if y in before}
+    pairs |= {
+      f"data.tokenizer.{x}".removesuffix(".name"): (value, data.tokenizer.get(x))
+      for x, value in before.get("tokenizer", {}).items()
+    }
   elif tokenizer.to_json() != ready.tokenizer.to_json():
     raise UserError(f"data.path: expected tokens of the run's vocabulary, got {data.path}")
-  has_documents = ready.documents is not None or data.documents == "joined"
-  pairs["data.documents"] = data.documents if has_documents else "joined", data.documents
+  isolate = data.isolate_documents
+  pairs["data.isolate_documents"] = isolate and ready.documents is not None, isolate
   for key, (expected, got) in pairs.items():
     if json.dumps(expected) != json.dumps(got):
       raise UserError(f"{key}: expected {expected}, as in the tokens of {data.path}, got {got}")
@@ -144,22 +133,23 @@ def _open_ready(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokens:
 
 def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokenizer | None:
   """The tokenizer of the run that the settings name, if any, or its copy, `run_tokenizer`."""
-  data = config.data
-  key = "data.tokenizer_file" if data.tokenizer_file else "train.init_from"
-  source = data.tokenizer_file or config.train.init_from
+  file, init_from = config.data.tokenizer.file, config.train.init_from
+  key, source = ("data.tokenizer.file", file) if file else ("train.init_from", init_from)
   tokenizer = (run_tokenizer or load_tokenizer(find(source), key)) if source else None
   if tokenizer is None:
-    if source and not data.tokenizer_file:
+    if source and not file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")
     return None
   # Of an unassigned character, which no vocabulary has.
   if run_tokenizer is None and tokenizer.unknown_id is None and not len(tokenizer.encode("\u0378")):
     expected = "expected a tokenizer with bytes or an unknown token"
     raise UserError(f"{key}: {expected}, got {source}, whose drops what it does not know")
-  fields = {**tokenizer.fields(), "tokenizer": tokenizer.kind}
-  for name in ("tokenizer", "lower_text", "lower_pieces"):
+  fields = {**tokenizer.fields(), "name": tokenizer.name}
+  for name in ("name", "lower_text", "lower_pieces"):
+    value = config.data.tokenizer.get(name)
     # A default may not have been chosen.
-    if data[name] not in ("characters", False, fields.get(name)):
+    if value not in (None, "characters", False, fields.get(name)):
+      setting = f"data.tokenizer.{name}".removesuffix(".name")
       expected = f"expected {fields.get(name, False)}, as in the tokenizer of {source}"
-      raise UserError(f"data.{name}: {expected}, got {data[name]}")
+      raise UserError(f"{setting}: {expected}, got {value}")
   return tokenizer
