@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpjax import config as config_lib
-from dpjax.config import registry, schema
+from dpjax.config import registry, sections
 from dpjax.config.registry import Setting
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -100,7 +100,7 @@ def table(rows: list[str]) -> str:
 def page() -> str:
   """The full page."""
   config, parts = config_lib.default(), [_INTRODUCTION]
-  components = tuple(f"{key}." for key in schema.component_keys(config))
+  components = tuple(f"{key}." for key in sections.component_keys(config))
   settings = {
     key: setting
     for key, _, setting in config_lib.walk(config)
@@ -114,7 +114,7 @@ def page() -> str:
     ]
     parts.append(f"## {section or 'The rest'}\n\n{table(rows)}\n")
   for key, about in _COMPONENTS.items():
-    components = schema.component_keys(config)[key].components
+    components = sections.component_keys(config)[key].components
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
       component = components.component(name)

@@ -20,7 +20,6 @@ from dpjax.errors import UserError, not_writable
 
 MAX_BYTES = 2**27  # of a file that is read at once
 RECORD = "data.json"  # of a folder that `build_once` built
-PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
 
 
@@ -196,14 +195,13 @@ def build_once(
   For a folder text8 there are
 
     text8/            the complete folder with its record, data.json
-    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again,
-                      or continued by `build` where that had written a file `PROGRESS`
+    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again
     text8.lock        locked by the process that builds it; stays, and is empty
 
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills a given empty or unfinished folder, and returns what else to record.
+    build: fills an empty folder, and returns what else to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
@@ -243,10 +241,9 @@ def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-  """Gives an empty or unfinished folder to fill, which then takes the place of `folder`.
+  """Gives an empty folder to fill, which then replaces `folder`.
 
-  One with `PROGRESS` stays after an error. A `UserError` if `folder` has no `RECORD`, and so is not
-  dpjax's.
+  A `UserError` if `folder` has files but no `RECORD`, and so is not dpjax's.
   """
   if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
     raise UserError(
@@ -254,15 +251,12 @@ def replacing(folder: Path) -> Iterator[Path]:
       "move it away"
     )
   partial = folder.with_name(folder.name + ".partial")
-  progress = partial / PROGRESS
-  if not progress.exists():
-    shutil.rmtree(partial, ignore_errors=True)
+  shutil.rmtree(partial, ignore_errors=True)
   try:
-    partial.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(parents=True)
     yield partial
     if folder.exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
   finally:
-    if not progress.exists():
-      shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)

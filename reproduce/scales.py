@@ -18,6 +18,7 @@ from typing import Any
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
 from dpjax.data import corpus as corpus_lib
+from dpjax.data.text import write_texts
 from dpjax.errors import UserError
 from dpjax_papers import corpora as corpora  # registers the papers' corpora
 
@@ -155,7 +156,7 @@ def cut(config: ConfigDict, scale: str) -> None:
           break
 
   folder = Path(data.data_dir, "texts", f"{corpus.name}_{scale}")
-  corpus_lib.write_texts(folder, {"of": corpus.about, "sizes": sizes}, read)
+  write_texts(folder, {"of": corpus.about, "sizes": sizes}, read)
   data.path = str(folder.resolve())
 
 

@@ -10,14 +10,14 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.config import schema
+from dpjax.config import schema, sections
 
 
 def changed(settings: dict):
   """The default configuration with settings changed, whatever their types."""
   config = config_lib.default()
   for key, value in settings.items():
-    schema.set_value(config, key, value)
+    sections.set_value(config, key, value)
   return config
 
 
@@ -52,12 +52,12 @@ def test_paths_may_begin_with_a_tilde(monkeypatch):
   keys = "data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from"
   paths = {key: f"~/{key}" for key in [*keys.split(), "model.boundaries.file"]}
   config = changed({"model.boundaries": "unigram", "data.separator": "~/x", **paths})
-  expanded = config_lib.flatten(schema.expand_paths(config))
+  expanded = config_lib.flatten(sections.expand_paths(config))
   before = config_lib.flatten(config)
   changes = {key: x for key, x in expanded.items() if x != before[key]}
   assert changes == {key: f"/home/somebody/{key}" for key in paths}
   config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
-  assert schema.expand_paths(config).model.boundaries.run == "/home/somebody/f"
+  assert sections.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
 
 def pooled():
@@ -101,7 +101,7 @@ def test_every_setting_has_a_meaning_and_a_default_that_it_accepts():
 def test_every_setting_refuses_other_types_and_what_is_out_of_range(key, setting):
   config = pooled()
   for value, expected in wrong_values(setting):
-    schema.set_value(config, key, value)
+    sections.set_value(config, key, value)
     if key.endswith(".name") and key != "data.name":
       expected = "one of "
     message = f"^{re.escape(key.removesuffix('.name'))}[.a-z]*: expected {re.escape(expected)}"
@@ -316,7 +316,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     other = next((x for x in setting.choices if x != value), other)
     if setting.value_type is float:
       other = 0.25 if value != 0.25 else 0.5
-    expected = [f"{key}: {value!r} there, {schema.get(changed({key: other}), key)!r} here"]
+    expected = [f"{key}: {value!r} there, {sections.get(changed({key: other}), key)!r} here"]
     found = config_lib.differences(config, changed({key: other}))
     assert found == [] if is_free else found == expected, key
   cosine = changed({"train.schedule": "cosine"})

@@ -16,8 +16,7 @@ from dpjax import run as run_lib
 from dpjax.data import batches
 from dpjax.data.tokens import Tokens
 from dpjax.models import build
-from dpjax.run import tokens as tokens_lib
-from dpjax.run import training
+from dpjax.run import prepare, training
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.characters import Bytes
 from dpjax.training import loop
@@ -317,7 +316,7 @@ def test_scores_of_another_window_have_a_file_of_their_own(finished, tmp_path, m
 def spaced(text, tmp_path_factory):
   """A run whose segments are words, with random parameters."""
   config = helpers.pooled_config(text, "whitespace")
-  data = tokens_lib.open_tokens(config, tmp_path_factory.mktemp("data") / "data")
+  data = prepare.prepare_tokens(config, tmp_path_factory.mktemp("data") / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   params = helpers.draw_params(model, seed=6, spread=0.3)

@@ -1,6 +1,5 @@
-"""The tokens that `config.data` describes, shared by all runs."""
+"""The tokens of a run: found in data_dir, where all runs share them, or made there."""
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 from dpjax import files
 from dpjax.config.registry import ConfigDict
 from dpjax.data import remote
-from dpjax.data import tokens as data_tokens
 from dpjax.data.corpus import load_corpus
-from dpjax.data.tokens import Tokens, write_reference
+from dpjax.data.tokens import Tokens, open_tokens, tokenize, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import build_boundaries
 from dpjax.run.workdir import find, on_first_process
@@ -18,7 +16,7 @@ from dpjax.text.factory import load_tokenizer
 from dpjax.text.tokenizer import Tokenizer
 
 
-def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
+def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
   The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
@@ -29,45 +27,62 @@ def open_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tok
     ValueError: `data.<setting>: ...`, or the folder is damaged or cannot be written.
   """
 
-  def make() -> None:
-    is_there = folder.exists() and not fresh
-    if not (is_there and read_data(config, folder).has_tokens):
-      data = _tokenize_again(config, folder) if is_there else _tokenize(config)
+  def prepare() -> None:
+    before = None if fresh or not folder.exists() else read_tokens(config, folder)
+    if before is None or not before.has_tokens:
+      data = _encode(config) if before is None else _encode_again(config, before)
       try:
         write_reference(data, folder)
       except OSError as error:
         raise not_writable("workdir", folder, error) from error
-    read_data(config, folder).check()
+    read_tokens(config, folder).check()
 
-  on_first_process(make)
-  return read_data(config, folder, is_checked=True)
+  on_first_process(prepare)
+  return read_tokens(config, folder, is_checked=True)
 
 
-def find_tokens(config: ConfigDict, folder: Path) -> Tokens:
-  """Opens the corpus in `folder`, and recreates missing tokens in data_dir."""
-  data = read_data(config, folder)
-  if data.has_tokens:
-    return data
-  on_first_process(lambda: _tokenize_again(config, folder) and None)
-  return _tokenize(config, data.tokenizer)
+def find_tokens(config: ConfigDict, data: Tokens) -> Tokens:
+  """The tokens of a run; missing ones are made again in data_dir."""
+  return data if data.has_tokens else _on_all_processes(config, data)
 
 
 def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   """The same corpus with its documents, in data_dir, made if missing."""
   config = config.copy_and_resolve_references()
   config.data.isolate_documents = True
-  on_first_process(lambda: _tokenize(config, data.tokenizer) and None)
-  isolated = _tokenize(config, data.tokenizer)
-  texts = ({split: x["sha256"] for split, x in each.counts.items()} for each in (isolated, data))
-  if isolated.tokenizer.to_json() != data.tokenizer.to_json() or len({*map(str, texts)}) > 1:
-    expected = f"expected {data.name} to have the run's text and vocabulary also when isolated"
-    raise UserError(f"data.isolate_documents: {expected}, got another text or vocabulary")
-  return isolated
+  return _on_all_processes(config, data)
 
 
-def read_data(config: ConfigDict, folder: Path, **options: bool) -> Tokens:
-  """Opens the corpus in `folder`, whose tokens may be missing; see `data.open_tokens`."""
-  return data_tokens.open_tokens(folder, config.data.data_dir, _text_boundaries(config), **options)
+def read_tokens(config: ConfigDict, folder: Path, *, is_checked: bool = False) -> Tokens:
+  """Opens the corpus in `folder`, whose tokens may be missing; see `open_tokens`."""
+  data_dir, boundaries = config.data.data_dir, _text_boundaries(config)
+  return open_tokens(folder, data_dir, boundaries, is_checked=is_checked)
+
+
+def _on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
+  on_first_process(lambda: _encode_again(config, before) and None)
+  return _encode(config, before.tokenizer)
+
+
+def _encode_again(config: ConfigDict, before: Tokens) -> Tokens:
+  """Makes the tokens of a run again, from the same text."""
+  try:
+    data = _encode(config, before.tokenizer)
+  except UserError as error:
+    expected = f"{before.folder}: expected to make the tokens of a run again"
+    raise UserError(f"{expected}, got: {error}") from error
+  identities = (
+    (
+      {split: x["sha256"] for split, x in each.counts.items()},
+      each.tokenizer.to_json(),
+      each.fitted,
+    )
+    for each in (data, before)
+  )
+  if len({*map(str, identities)}) > 1:
+    expected = f"{before.folder}: expected the text, vocabulary and Unigram model of the run"
+    raise UserError(f"{expected}, got others with its settings")
+  return data
 
 
 def _text_boundaries(config: ConfigDict) -> Any:
@@ -75,60 +90,45 @@ def _text_boundaries(config: ConfigDict) -> Any:
   return next((x.text_boundaries for x in build_boundaries(config.model)[:1]), None)
 
 
-def _tokenize_again(config: ConfigDict, folder: Path) -> Tokens:
-  """Recreates the tokens that the run began with."""
-  before = read_data(config, folder)
-  gone = f"{before.folder}: expected the tokens of {folder.parent}, which are gone"
-  try:
-    data = _tokenize(config, before.tokenizer)
-  except UserError as error:
-    command = f"`dpjax train --workdir={folder.parent} --tokenize_only`"
-    raise UserError(f"{gone}; {command} makes them again from the text, but: {error}") from error
-  now, then = ((x.counts, x.tokenizer.to_json(), x.fitted) for x in (data, before))
-  if now != then:
-    raise UserError(f"{gone}, got another text, vocabulary or Unigram model with its settings")
-  return data
-
-
-def _tokenize(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tokens:
+def _encode(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tokens:
   """The tokens in `data.path`, or in data_dir, encoded if missing, perhaps by a run's tokenizer."""
-  data = config.data
+  data, options = config.data, {}
+  tokenizer: Any = _loaded_tokenizer(config, run_tokenizer)
   if data.path and Path(data.path, "train.bin").is_file():
-    return _open_ready(config, run_tokenizer)
-  arguments = inspect.signature(load_corpus).parameters  # settings of the same names
-  corpus = load_corpus(**{name: data[name] for name in arguments})
-  options: dict[str, Any] = dict(shared=True, boundaries=_text_boundaries(config))
-  tokenizer = _loaded_tokenizer(config, run_tokenizer)
+    return _open_ready(config, tokenizer)
+  corpus = load_corpus(**{name: data[name] for name in data if name != "tokenizer"})
   if tokenizer is None:
-    options |= data.tokenizer
-    options["file"] = remote.find_vocabulary(options["file"], data.data_dir, data.manual_dir)
+    options = dict(data.tokenizer)
     tokenizer = options.pop("name")
-  return data_tokens.tokenize(corpus, Path(data.data_dir, "tokens"), tokenizer, **options)
+    options["file"] = remote.find_vocabulary(options["file"], data.data_dir, data.manual_dir)
+  options |= dict(shared=True, boundaries=_text_boundaries(config))
+  return tokenize(corpus, Path(data.data_dir, "tokens"), tokenizer, **options)
 
 
-def _open_ready(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokens:
+def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
   """The tokens in `data.path`; a `UserError` if they were encoded with other settings."""
   data, boundaries = config.data, _text_boundaries(config)
-  ready = data_tokens.open_tokens(data.path, boundaries=boundaries)
-  before = dict(files.load_json(Path(data.path, files.RECORD)).get("origin", {}))
-  sizes = before.get("unigram"), boundaries and boundaries.key
+  ready = open_tokens(data.path, boundaries=boundaries)
+  origin = files.load_json(Path(data.path, files.RECORD)).get("origin", {})
+  keys = origin.get("unigram"), boundaries and boundaries.key
+  isolate = data.isolate_documents
   pairs: dict[str, Any] = {
-    "model.boundaries": [f"unigram, {size}" if size else "none of the text" for size in sizes]
+    "model.boundaries": [f"unigram, {key}" if key else "none of the text" for key in keys],
+    "data.isolate_documents": [isolate and ready.documents is not None, isolate],
   }
-  tokenizer = _loaded_tokenizer(config, run_tokenizer)
   if tokenizer is None:
-    pairs |= {
-      f"data.tokenizer.{x}".removesuffix(".name"): (value, data.tokenizer.get(x))
-      for x, value in before.get("tokenizer", {}).items()
-    }
+    for name, value in origin.get("tokenizer", {}).items():
+      pairs[_tokenizer_key(name)] = value, data.tokenizer.get(name)
   elif tokenizer.to_json() != ready.tokenizer.to_json():
     raise UserError(f"data.path: expected tokens of the run's vocabulary, got {data.path}")
-  isolate = data.isolate_documents
-  pairs["data.isolate_documents"] = isolate and ready.documents is not None, isolate
   for key, (expected, got) in pairs.items():
     if json.dumps(expected) != json.dumps(got):
       raise UserError(f"{key}: expected {expected}, as in the tokens of {data.path}, got {got}")
   return ready
+
+
+def _tokenizer_key(name: str) -> str:
+  return "data.tokenizer" if name == "name" else f"data.tokenizer.{name}"
 
 
 def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokenizer | None:
@@ -149,7 +149,6 @@ def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> To
     value = config.data.tokenizer.get(name)
     # A default may not have been chosen.
     if value not in (None, "characters", False, fields.get(name)):
-      setting = f"data.tokenizer.{name}".removesuffix(".name")
       expected = f"expected {fields.get(name, False)}, as in the tokenizer of {source}"
-      raise UserError(f"{setting}: {expected}, got {value}")
+      raise UserError(f"{_tokenizer_key(name)}: {expected}, got {value}")
   return tokenizer

@@ -13,16 +13,15 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
-from dpjax.config import schema
 from dpjax.config.registry import ConfigDict
-from dpjax.data.tokens import Tokens, count_text
+from dpjax.data.encoding import count_text
+from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
-from dpjax.run import export
-from dpjax.run import tokens as tokens_lib
+from dpjax.run import export, prepare
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
@@ -160,10 +159,8 @@ class Run:
       names = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {names}, got {split}")
     if isolate and self.data.documents is None:
-      return tokens_lib.with_documents(self.config, self.data)
-    if self.workdir is None or self.data.has_tokens:
-      return self.data
-    return tokens_lib.find_tokens(self.config, self.workdir / "data")
+      return prepare.with_documents(self.config, self.data)
+    return prepare.find_tokens(self.config, self.data)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
@@ -295,7 +292,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
   """
   workdir = workdir_lib.find(workdir)
   config = workdir_lib.read_config(workdir)
-  data = tokens_lib.read_data(config, workdir / "data")
+  data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, only the parameters are read.
@@ -316,65 +313,6 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
   return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
-
-
-def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
-  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
-
-  These files hold no vocabulary: `config.data` must make the authors', as
-  configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
-  frequency: read their files with `dpjax.interop.from_torch`.
-
-  Args:
-    file: a file that the authors' scripts saved.
-    config: names mixer, heads, longest input, data and tokenizer.
-    folder: the folder of the tokens, made if missing.
-
-  Raises:
-    ValueError: PyTorch is missing, or the file does not match the configuration.
-  """
-  from dpjax.interop.torch_checkpoints import from_torch
-
-  try:
-    import torch  # pyright: ignore[reportMissingImports]  (optional)
-  except ImportError as error:
-    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
-    raise UserError(message) from error
-  try:
-    content = torch.load(file, map_location="cpu", weights_only=True)
-  except (MemoryError, OSError):
-    raise
-  except Exception as error:  # A damaged file shows as any of several types.
-    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
-    raise UserError(message) from error
-  config = schema.expand_paths(config)
-  config_lib.check(config)
-  settings = config.model
-  name = config_lib.mixer_names(settings.mixer)
-  if "," in name:
-    raise UserError(f"model.mixer: expected one for a torch_checkpoint, got {name}")
-  if name == "relative_attention":
-    raise UserError(
-      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
-      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
-      "characters are in no file"
-    )
-  model_config, params = from_torch(
-    content,
-    num_heads=settings.mixer.get("num_heads"),
-    variant="multihead" if name == "dispatcher_multihead" else "paper",
-    max_length=settings.max_length,
-  )
-  if model_config.mixer.name != name:
-    raise UserError(f"model.mixer: expected the file's {model_config.mixer.name}, got {name}")
-  data = tokens_lib.open_tokens(config, Path(folder) / "data")
-  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
-  if "implementation" in model_config.mixer:
-    model_config.mixer.implementation = settings.mixer.implementation
-  config = config.copy_and_resolve_references()
-  config.model = model_config
-  config = build.with_vocabulary(config, data.tokenizer)
-  return Run(config, build.assemble(config.model), params, data.tokenizer, 0, data)
 
 
 _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from dpjax import config as config_lib
-from dpjax.config import schema
+from dpjax.config import sections
 from dpjax.config.registry import ConfigDict
 from dpjax.data import batches, mixture
 from dpjax.data.tokens import Tokens
@@ -20,7 +20,7 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
 from dpjax.models import build
-from dpjax.run import tokens
+from dpjax.run import prepare
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
 from dpjax.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
-  settings, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
+  settings, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(settings)
   for key, names in config_lib.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
@@ -108,7 +108,7 @@ def train(
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` begins."""
-  config, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
+  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
     data = _open_data(config, workdir)
@@ -130,7 +130,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
   # Without a checkpoint, its tokens may be those of other settings.
   fresh = not (resumes and workdir_lib.has_saved(workdir))
-  return tokens.open_tokens(config, workdir / "data", fresh=fresh)
+  return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
 
 
 def make_batches(config: ConfigDict, data: Tokens) -> Any:

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax import files, hub
-from dpjax.config import ConfigDict, loading, registry, schema
+from dpjax.config import ConfigDict, loading, registry, schema, sections
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.training import checkpoints
@@ -191,7 +191,7 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
     try:
       if frozen is not None:
         write_json(workdir / "frozen.json", frozen.to_dict())
-      plugins = {"plugins": schema.plugins_in(config)}
+      plugins = {"plugins": sections.plugins_in(config)}
       write_json(workdir / "config.json", config.to_dict() | plugins)
     except OSError as error:
       raise not_writable("workdir", workdir, error) from error

@@ -14,8 +14,10 @@ import pytest
 
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import readers
-from dpjax.data.corpus import SPLITS, Text, load_corpus, register_corpus
+from dpjax.data import text as text_lib
+from dpjax.data.corpus import load_corpus, register_corpus
 from dpjax.data.remote import Source
+from dpjax.data.text import SPLITS, Text
 from dpjax.errors import UserError
 from tests import helpers
 
@@ -34,7 +36,7 @@ def zst(content):
 
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
-MARK = corpus_lib.BYTE_ORDER_MARK
+MARK = text_lib.BYTE_ORDER_MARK
 
 
 def documents(text):
@@ -240,7 +242,7 @@ def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
   ],
 )
 def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 61)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 61)
   (tmp_path / "a.txt").write_bytes(text.encode())
   parts = [*Text(tmp_path / "a.txt", 0, len(text.encode()))]
   assert "".join(parts) == text
@@ -249,7 +251,7 @@ def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
 
 
 def test_chunks_of_documents_stay_small(tmp_path, monkeypatch):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 101)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 101)
   texts = [f"document {i} {'x' * (400 * (i == 700))}\n" for i in range(1_000)]
   (tmp_path / "a.jsonl").write_bytes(as_json(texts))
   text = load_corpus(path=tmp_path / "a.jsonl").splits["train"]
@@ -341,7 +343,7 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
 def test_what_cannot_be_read(tmp_path, monkeypatch):
   for split in SPLITS:
     (tmp_path / f"{split}.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 7)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 7)
   with pytest.raises(UserError, match="^data.path: .* 0xe9 at offset 11 of .*valid.txt"):
     list(load_corpus(path=tmp_path).splits["valid"])
 

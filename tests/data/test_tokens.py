@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from dpjax import files
-from dpjax.data import corpus as corpus_lib
+from dpjax.data import encoding
+from dpjax.data import text as text_lib
 from dpjax.data import tokens as tokens_lib
-from dpjax.data.corpus import SPLITS, Corpus, Text, load_corpus
-from dpjax.data.tokens import Encoder, count_text, encode_text, open_tokens, tokenize
+from dpjax.data.corpus import Corpus, load_corpus
+from dpjax.data.encoding import Encoder, count_text, encode_text
+from dpjax.data.text import SPLITS, Text
+from dpjax.data.tokens import open_tokens, tokenize
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
 from dpjax.text.factory import train_tokenizer
@@ -48,7 +51,7 @@ def corpus(tmp_path):
   "kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
 )
 def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, size))
   again = open_tokens(tmp_path / "tokens")
   again.check()
@@ -75,7 +78,7 @@ def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, kind, size)
   encoder = Encoder(train_tokenizer(kind, [text], **helpers.vocabulary(kind, size)))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53):
-    monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
     parts = [encoder(part)[0] for part in Text(tmp_path / "a.txt", 0, len(text.encode()))]
     assert len(parts) > 20 and np.concatenate(parts).tolist() == expected
 
@@ -144,7 +147,7 @@ def test_a_long_name_is_cut(tmp_path, name):
   ],
 )
 def test_texts_that_cannot_be_tokenized(tmp_path, monkeypatch, corpus, texts, kind, message):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 5)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 5)
   for split, content in texts.items():
     (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
@@ -211,7 +214,7 @@ def test_a_changed_file_is_found_when_it_is_checked(made, name):
 @pytest.mark.parametrize("chunk_bytes", [17, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
@@ -261,7 +264,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, corpus):
 
 
 def test_without_a_terminal_there_is_no_bar(corpus, monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(tokens_lib, "LARGE_BYTES", 1)
+  monkeypatch.setattr(encoding, "LARGE_BYTES", 1)
   tokenize(corpus, tmp_path / "tokens", "characters")
   assert capsys.readouterr() == ("", "")
 
@@ -292,7 +295,7 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   for split, content in texts.items():
     write_records(folder / f"{split}.jsonl", content)
   tokenizer = train_tokenizer(kind, DOCUMENTS * 7, **helpers.vocabulary(kind, size))
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
@@ -348,8 +351,8 @@ MANY = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""
 
 @pytest.fixture
 def small_shards(monkeypatch):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 97)
-  monkeypatch.setattr(tokens_lib, "SHARD_SIZE", 1000)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 97)
+  monkeypatch.setattr(encoding, "SHARD_SIZE", 1000)
 
 
 @pytest.fixture
@@ -438,9 +441,10 @@ def test_sources_and_documents_resume(tmp_path, records, small_shards, monkeypat
 
 SCRIPT = """
 import resource, sys
+from dpjax.data import encoding
 from dpjax.data import tokens as tokens_lib
 from dpjax.data.corpus import load_corpus
-tokens_lib.SHARD_SIZE = 2**22
+encoding.SHARD_SIZE = 2**22
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus = load_corpus(path=sys.argv[1], data_dir=sys.argv[3])
 tokens = tokens_lib.tokenize(corpus, sys.argv[2], "bytes")

@@ -10,7 +10,7 @@ import sentencepiece
 import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from dpjax.data import corpus
+from dpjax.data import text as text_lib
 from dpjax.errors import UserError
 from dpjax.text import pieces
 from dpjax.text.factory import tokenizer_from_json, train_tokenizer
@@ -226,8 +226,8 @@ def test_the_chunks_of_a_text_have_its_ids(of_family, tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text(text)
   expected = raw.encode(text, add_special_tokens=False).ids
   for size in range(37, 60):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
-    parts = [*corpus.Text(tmp_path / "a.txt", 0, len(text))]
+    monkeypatch.setattr(text_lib, "CHUNK_BYTES", size)
+    parts = [*text_lib.Text(tmp_path / "a.txt", 0, len(text))]
     assert len(parts) > 5
     assert [i for part in parts for i in tokenizer.encode(part).tolist()] == expected
 
