@@ -53,8 +53,7 @@ def library_call(call, *arguments, **options):
 class BytePairs(Tokenizer):
   """BPE of the `tokenizers` library: GPT-2's, or as described by a file.
 
-  Where words end with lines, as by the rules of GPT-2 and Llama 3, a text is encoded line by
-  line; otherwise, as by Llama 2's, in one piece, which takes over 100 bytes of memory a character.
+  To encode takes over 100 bytes of memory a character, so long texts are best given in chunks.
   """
 
   name = "bpe"
@@ -75,7 +74,6 @@ class BytePairs(Tokenizer):
     self.byte_ids = frozenset(i for i in pieces if self.decode([i]) != pieces[i])
     if raw.model.unk_token and len(self.byte_ids) < 256:
       self.unknown_id = raw.token_to_id(raw.model.unk_token)
-    self._splits_lines = _splits_lines(raw)
     marks = [token.content for token in raw.get_added_tokens_decoder().values()]
     self.lossless = is_lossless(self, "".join(f" {mark} \n" for mark in marks))
 
@@ -116,9 +114,8 @@ class BytePairs(Tokenizer):
     return cls(raw)
 
   def _encode(self, text: str) -> np.ndarray:
-    lines = LINE.split(text) if self._splits_lines else [text]
-    encoded = library_call(self._raw.encode_batch_fast, lines, add_special_tokens=False)
-    return np.array(list(itertools.chain.from_iterable(x.ids for x in encoded)), np.int32)
+    (encoded,) = library_call(self._raw.encode_batch_fast, [text], add_special_tokens=False)
+    return np.array(encoded.ids, np.int32)
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
@@ -133,26 +130,6 @@ class BytePairs(Tokenizer):
   def from_fields(cls, fields: dict) -> "BytePairs":
     """See `Tokenizer`."""
     return cls(library_tokenizer(fields["tokenizer"]))
-
-
-def _splits_lines(raw) -> bool:
-  """Whether normaliser, marks and rule let the words of a text be those of its `LINE`s."""
-  marks = raw.get_added_tokens_decoder().values()
-  if raw.pre_tokenizer is None or any(x.lstrip or x.rstrip or "\n" in x.content for x in marks):
-    return False
-  if raw.normalizer and type(raw.normalizer).__name__ not in ("NFC", "NFD", "NFKC", "NFKD"):
-    return False
-
-  def words(text: str) -> list[tuple[str, int]]:
-    return [(word, end) for word, (_, end) in raw.pre_tokenizer.pre_tokenize_str(text)]
-
-  for character in "aB7.)/_\u00e9\u4e2d\u2581\N{GRINNING FACE}":
-    line = f"a {character}\n"
-    for after in "bB\u4e2d":
-      expected = words(line) + [(word, len(line) + end) for word, end in words(after)]
-      if words(line + after) != expected:
-        return False
-  return True
 
 
 def _byte_level(model):
