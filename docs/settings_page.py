@@ -30,6 +30,9 @@ _COMPONENTS = {
   "of the second.",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
+  "data.tokenizer": "Splits the text into tokens. `file` may also be `bert_base_cased`, `gpt2`, or "
+  "the folder of a run, to take its tokenizer. Without a file, the tokenizer is that of "
+  "`train.init_from`, or it is trained on the train split.",
   "train.optimizer": "`adam`, `adamw`, `lion` and `sgd` are optax's.",
   "train.schedule": "Of the learning rate; `train.learning_rate` is its peak.",
 }

@@ -103,12 +103,7 @@ _DATA = {
   "text_field": S("text", "the text in a .jsonl or .parquet, with a document a line or row"),
   "separator": S("", "the line between two documents of a .txt"),
   "split_fractions": S((0.9, 0.05, 0.05), "of a single file: train, valid, test"),
-  "tokenizer": Component(
-    registry.tokenizers,
-    "characters",
-    'file: a vocabulary to load, "bert_base_cased", "gpt2", or the folder of a run, to take its '
-    'tokenizer; "": that of train.init_from, or one trained on the train split',
-  ),
+  "tokenizer": Component(registry.tokenizers, "characters", "splits the text into tokens"),
 }
 _TRAIN = {
   "sampling": choice(

@@ -37,7 +37,12 @@ class Characters(Tokenizer):
 
   @classmethod
   def train(cls, chunks: Iterable[str], *, file: str = "") -> "Characters":
-    """Collects the characters of a text."""
+    """Collects the characters of a text.
+
+    Args:
+      chunks: the text.
+      file: "", or the folder of a run, to take its tokenizer.
+    """
     check_no_file(cls.name, file)
     characters: set[str] = set()
     for chunk in chunks:
@@ -84,7 +89,12 @@ class Bytes(Tokenizer):
 
   @classmethod
   def train(cls, chunks: Iterable[str], *, file: str = "") -> "Bytes":
-    """The same for every text."""
+    """The same for every text.
+
+    Args:
+      chunks: the text.
+      file: "", or the folder of a run, to take its tokenizer.
+    """
     check_no_file(cls.name, file)
     return cls()
 

@@ -23,11 +23,8 @@ def train_tokenizer(name: str, chunks: Iterable[str], **settings: Any) -> Tokeni
   Args:
     name: a key of `TOKENIZERS`.
     chunks: the text in parts, preferably cut after line ends; not a bare iterator.
-    **settings: those of `data.tokenizer` with this name. `vocab_size` is V of a vocabulary that is
-      trained; "wordpiece" and "bpe" may find fewer pieces. `file` is a vocabulary to load instead:
-      of SentencePiece, a `.model`; of WordPiece, a `vocab.txt`, one piece on each line, including
-      `[UNK]` (without `[SEP]`, `<eos>` is added for the line end); of BPE, a `tokenizer.json`, or
-      `<any>merges.txt` beside its `<any>vocab.json`, or their folder. For others see `WordPiece`.
+    **settings: those of `data.tokenizer` with this name: the arguments of the class's `train`. A
+      `file` is loaded, otherwise a vocabulary of `vocab_size` entries is trained.
 
   Returns:
     The tokenizer; equal arguments give an equal one.

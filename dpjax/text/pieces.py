@@ -99,7 +99,13 @@ class BytePairs(Tokenizer):
 
   @classmethod
   def train(cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000) -> "BytePairs":
-    """Loads a file, or trains up to `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges."""
+    """Loads byte pairs, or trains them: `<|endoftext|>`, the bytes, and merges.
+
+    Args:
+      chunks: the text.
+      file: a `tokenizer.json`, `<any>merges.txt` beside `<any>vocab.json`, or their folder.
+      vocab_size: the largest number of pieces that are trained, at least 257.
+    """
     from tokenizers import models, pre_tokenizers, trainers
 
     if file:
@@ -179,11 +185,12 @@ class WordPiece(Tokenizer):
     lower_pieces: bool = False,
     restrict_vocabulary: bool = False,
   ) -> "WordPiece":
-    """Loads or trains pieces, and makes the vocabulary from them.
+    """Loads or trains BERT's pieces, and makes the vocabulary from them.
 
     Args:
       chunks: the text.
-      file: a vocabulary to load instead.
+      file: a `vocab.txt`, one piece on each line, including `[UNK]`; without `[SEP]`, `<eos>` is
+        added for the line end.
       vocab_size: the largest number of pieces that are trained.
       lower_text: whether to lower-case the text first.
       lower_pieces: whether to lower-case the pieces, found in the cased text.

@@ -55,7 +55,13 @@ class SentencePiece(Tokenizer):
   def train(
     cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000
   ) -> "SentencePiece":
-    """Loads a `.model`, or trains `vocab_size` pieces, with bytes, marks, space and line end."""
+    """Loads a model of SentencePiece, or trains one with bytes, marks, space and line end.
+
+    Args:
+      chunks: the text.
+      file: a `.model`.
+      vocab_size: the number of pieces that are trained.
+    """
     if file:
       try:
         return cls(files.read_file(file))
