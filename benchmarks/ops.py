@@ -267,7 +267,7 @@ def draw_boundaries(batch: int, length: int) -> tuple[jax.Array, int]:
 def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool) -> harness.Case:
   """Gradients of the middle layers of the pooling paper's model."""
   num_layers, num_heads, hidden_width = (2, 2, 32) if quick else (8, 8, 2048)
-  sizes = ops.capacities(length + 1, 3 if quick else 5)
+  sizes = ops.bucket_sizes(length + 1, 3 if quick else 5)
   mixer = functools.partial(
     attention_layers.RelativeAttention, num_heads=num_heads, max_length=length + 1
   )
@@ -285,7 +285,9 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
 
     def __call__(self, x_bsd, needed):
       positions = self.relative_positions(*x_bsd.shape[1:])
-      return self.middle(x_bsd, positions=positions, sizes=self.sizes, needed=needed)
+      return self.middle(
+        x_bsd, positions=positions, bucket_sizes=self.sizes, required_length=needed
+      )
 
   def make(sizes=()):
     return Middle(make_stack(), attention_layers.SharedPositions(num_heads), sizes)

@@ -171,7 +171,7 @@ class Texts:
 
     if cell.name in ATTENTION:
       config = (dispatcher_ptb if cell.name == "dispatcher" else msa_ptb).get_config()
-      config.data.path, config.data.tokenizer_file = str(self.ptb), str(self.vocabulary)
+      config.data.path, config.data.tokenizer.file = str(self.ptb), str(self.vocabulary)
       config.model.num_layers = cell.num_layers
       config.model.feed_forward_width = cell.width
     else:

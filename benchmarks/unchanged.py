@@ -46,21 +46,15 @@ TRAIN = (
   "--config.train.eval_every_epochs=0",
   "--config.sample.prompt=",
 )
-CHARACTERS = (
-  "--config.data.tokenizer=characters",
-  "--config.data.tokenizer_file=",
-  "--config.data.lower_text=False",
-  "--config.data.lower_pieces=False",
-  "--config.data.restrict_vocabulary=False",
-)
+CHARACTERS = ("--config.data.tokenizer=characters",)
 BFLOAT16 = ("--config.train.matmul_dtype=bfloat16",)
-ISOLATED = ("--config.data.documents=isolated", "--config.data.separator=--")
+ISOLATED = ("--config.data.isolate_documents", "--config.data.separator=--")
 TOKENIZERS = {
   "characters": (),
   "bytes": (),
-  "bpe": ("--config.data.tokenizer_size=400",),
-  "sentencepiece_bpe": ("--config.data.tokenizer_size=500",),
-  "sentencepiece_unigram": ("--config.data.tokenizer_size=500",),
+  "bpe": ("--config.data.tokenizer.vocab_size=400",),
+  "sentencepiece_bpe": ("--config.data.tokenizer.vocab_size=500",),
+  "sentencepiece_unigram": ("--config.data.tokenizer.vocab_size=500",),
 }
 MODELS = {  # and how each prompt begins
   "dispatcher-books": "Once upon a time",

@@ -13,7 +13,7 @@ another one by --config.train.init_from. Sizes and vocabulary are that run's.
 WikiText-2 (4.5 MB), WikiText-103 (190 MB, unpacked 540 MB), One Billion Word (1.8 GB,
 unpacked 4.2 GB) and GPT-2's vocabulary (1.5 MB) are downloaded into data/; Penn Treebank
 has to be given, as configs/dispatcher_ptb.py says. Other places: --config.data.path, a
-folder with {train,valid,test}.txt, and --config.data.tokenizer_file. Tokens are those of
+folder with {train,valid,test}.txt, and --config.data.tokenizer.file. Tokens are those of
 the text as it stands, and a line end is one, too.
 
 The paper does not say for how long it trains: here up to 60 epochs, as the plain

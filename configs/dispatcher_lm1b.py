@@ -5,7 +5,7 @@
 
 Downloads the benchmark (1.8 GB, unpacked 4.2 GB) and the vocabulary of bert-base-cased
 (0.2 MB) into data/. Other places: --config.data.path, a folder with {train,valid,test}.txt,
-and --config.data.tokenizer_file. The tiny variant takes a small piece of the text, but
+and --config.data.tokenizer.file. The tiny variant takes a small piece of the text, but
 downloads all, unless it is given a data.path. Test is the held-out shard 0, as in the
 literature, and validation the next one.
 
@@ -14,7 +14,7 @@ and 41M parameters fit bert-base-uncased, 30,522 pieces. As for WikiText-103, th
 lower-cased here and all 28,996 pieces of bert-base-cased are kept, which nobody has to
 fetch by hand. For the paper's sizes (37.6M, and 40.8M of configs/msa_lm1b.py) give the
 uncased vocabulary, vocab.txt of BERT-Base, Uncased (github.com/google-research/bert):
---config.data.tokenizer_file=vocab.txt. (It has no accented letters; words with one are
+--config.data.tokenizer.file=vocab.txt. (It has no accented letters; words with one are
 unknown then.) Perplexities of two vocabularies cannot be compared token by token.
 
 Parameters:      36.1M (the paper: 38M); about a billion training tokens, an estimate
@@ -31,9 +31,7 @@ from dpjax import config as config_lib
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
   config.data.name = "lm1b"
-  config.data.lower_pieces = False
-  config.data.restrict_vocabulary = False
-  config.data.lower_text = True
+  config.data.tokenizer = config_lib.tokenizer("wordpiece", file="bert_base_cased", lower_text=True)
   config.train.log_every_steps = 100
   config.train.eval_every_steps = 10_000
   config.train.eval_every_epochs = 0.0

@@ -9,7 +9,7 @@ configs/dispatcher_finetuned.py goes on from there, by the names of these two fo
 
 Downloads OpenWebText (24 GB, 40 GB of text) and GPT-2's vocabulary (1.5 MB) into data/,
 which needs room for up to 85 GB, tokens included. Other places: --config.data.path, a text
-file or a folder with {train,valid,test}.txt, and --config.data.tokenizer_file. The tiny
+file or a folder with {train,valid,test}.txt, and --config.data.tokenizer.file. The tiny
 variant takes a small piece of the text, but downloads all, unless it is given a data.path.
 Validation and test are a thousandth of the pages each; the paper names no splits. Batches
 of 5 windows, the paper's, are for one device.
@@ -32,8 +32,7 @@ def get_config(variant: str = ""):
   config.model.feed_forward_width = 480
   config.model.max_length = 1024
   config.data.name = "openwebtext"
-  config.data.tokenizer = "bpe"
-  config.data.tokenizer_file = "gpt2"
+  config.data.tokenizer = config_lib.tokenizer("bpe", file="gpt2")
   train = config.train
   train.batch_size = 5
   train.learning_rate = 6e-5

@@ -5,7 +5,7 @@
 
 Downloads WikiText-103 (190 MB, unpacked 540 MB; the tokenised form) and the vocabulary of
 bert-base-cased (0.2 MB) into data/. Other places: --config.data.path, a folder with
-{train,valid,test}.txt, and --config.data.tokenizer_file. The text is lower-cased and all
+{train,valid,test}.txt, and --config.data.tokenizer.file. The text is lower-cased and all
 28,996 pieces are kept. Learning rate and epsilon are those of the authors' code, which
 differ from its others.
 
@@ -21,9 +21,7 @@ from dpjax import config as config_lib
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
   config.data.name = "wikitext103"
-  config.data.lower_pieces = False
-  config.data.restrict_vocabulary = False
-  config.data.lower_text = True
+  config.data.tokenizer = config_lib.tokenizer("wordpiece", file="bert_base_cased", lower_text=True)
   config.train.learning_rate = 2e-4
   config.train.optimizer.eps = 1e-10
   return config_lib.apply_variant(config, variant)

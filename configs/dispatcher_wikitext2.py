@@ -5,7 +5,7 @@
 
 Downloads WikiText-2 (4.5 MB; the tokenised form, with <unk> and @-@) and the vocabulary of
 bert-base-cased (0.2 MB) into data/. Other places: --config.data.path, a folder with
-{train,valid,test}.txt, and --config.data.tokenizer_file.
+{train,valid,test}.txt, and --config.data.tokenizer.file.
 
 Parameters:      26.9M (the paper: 27M); 2,484,966 training tokens, vocabulary 20,044
 Hardware, hours: one GPU; 243 steps of 20 x 512 tokens an epoch, 60 epochs; not yet timed
@@ -22,10 +22,9 @@ def get_config(variant: str = ""):
   config.model.dropout = 0.2
   config.model.hidden_dropout = 0.2
   config.data.name = "wikitext2"
-  config.data.tokenizer = "wordpiece"
-  config.data.tokenizer_file = "bert_base_cased"
-  config.data.lower_pieces = True
-  config.data.restrict_vocabulary = True
+  config.data.tokenizer = config_lib.tokenizer(
+    "wordpiece", file="bert_base_cased", lower_pieces=True, restrict_vocabulary=True
+  )
   config.sample.prompt = "the "
   config.sample.top_k = 40
   return config_lib.apply_variant(config, variant)

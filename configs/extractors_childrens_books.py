@@ -72,8 +72,7 @@ def get_config(variant: str = "she"):
   model.init_std = 0.01
 
   config.data.name = "childrens_books"
-  config.data.tokenizer = "bpe"
-  config.data.tokenizer_size = 5000
+  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=5000)
 
   train = config.train
   train.sampling = "random_windows"

@@ -114,7 +114,7 @@ def pooling() -> Figure:
   ends = pooled(SENTENCE)[1]
   ids = np.asarray(ops.segment_ids(ends[None])[0])
   read = np.cumsum(ends)
-  closed, places = int(ends.sum()), ops.capacities(len(SENTENCE) + 1, 4)[1]
+  closed, places = int(ends.sum()), ops.bucket_sizes(len(SENTENCE) + 1, 4)[1]
   palette = [plt.get_cmap("Set3")(i) for i in range(12)]
   words = SENTENCE.split(" ")
   slots = ["null", *words[:closed], *["" for _ in range(places - closed - 1)]]

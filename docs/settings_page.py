@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dpjax import config as config_lib
-from dpjax.config import registry, schema
+from dpjax.config import registry, sections
 from dpjax.config.registry import Setting
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -30,6 +30,9 @@ _COMPONENTS = {
   "of the second.",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
+  "data.tokenizer": "Splits the text into tokens. `file` may also be `bert_base_cased`, `gpt2`, or "
+  "the folder of a run, to take its tokenizer. Without a file, the tokenizer is that of "
+  "`train.init_from`, or it is trained on the train split.",
   "train.optimizer": "`adam`, `adamw`, `lion` and `sgd` are optax's.",
   "train.schedule": "Of the learning rate; `train.learning_rate` is its peak.",
 }
@@ -100,7 +103,7 @@ def table(rows: list[str]) -> str:
 def page() -> str:
   """The full page."""
   config, parts = config_lib.default(), [_INTRODUCTION]
-  components = tuple(f"{key}." for key in schema.component_keys(config))
+  components = tuple(f"{key}." for key in sections.component_keys(config))
   settings = {
     key: setting
     for key, _, setting in config_lib.walk(config)
@@ -114,7 +117,7 @@ def page() -> str:
     ]
     parts.append(f"## {section or 'The rest'}\n\n{table(rows)}\n")
   for key, about in _COMPONENTS.items():
-    components = schema.component_keys(config)[key].components
+    components = sections.component_keys(config)[key].components
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
       component = components.component(name)

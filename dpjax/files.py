@@ -1,7 +1,6 @@
 """Files: opened only if regular, written completely or not at all, locked."""
 
 import contextlib
-import glob
 import hashlib
 import json
 import logging
@@ -20,7 +19,6 @@ from dpjax.errors import UserError, not_writable
 
 MAX_BYTES = 2**27  # of a file that is read at once
 RECORD = "data.json"  # of a folder that `build_once` built
-PROGRESS = "progress.json"  # of an unfinished folder that can be continued
 _log = logging.getLogger(__name__)
 
 
@@ -105,50 +103,21 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[IO[bytes]]:
-  """Gives a new file to fill, which then takes the place of `path`, completely or not at all."""
+  """Gives a new file to fill, which then replaces `path`, completely or not at all.
+
+  data.json  ->  data.json.5f3c09ab44d1e207.tmp, which only a process that is killed leaves behind
+  """
+  new = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
   try:
-    with temporary(path) as file:
+    with new.open("xb") as file:
       yield file
       sync(file)
-      if os.name == "nt":  # which neither renames nor removes an open file
-        file.close()
-      os.replace(file.name, path)
+    os.replace(new, path)
   except OSError as error:
     # A full disk is reported without the file's name.
     raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-@contextlib.contextmanager
-def temporary(path: Path) -> Iterator[IO[bytes]]:
-  """Gives a new file beside `path`, removed at the end; those that ended processes left go first.
-
-  data.json  ->  data.json.5f3c09ab44d1e207.tmp, locked until its process ends, however it does
-  """
-  for _ in left_beside(path):
-    pass
-  with contextlib.ExitStack() as stack:
-    exists = False
-    while not exists:
-      new = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
-      file = new.open("xb")
-      stack.callback(new.unlink, missing_ok=True)
-      stack.enter_context(file)
-      with contextlib.suppress(OSError):  # Without locks, nothing is removed either.
-        lock_descriptor(file.fileno())
-      exists = new.exists()  # Otherwise another process removed it before it was locked.
-    yield file
-
-
-def left_beside(path: Path) -> Iterator[Path]:
-  """The files of `temporary` that ended processes left beside `path`; each is removed after use."""
-  digits = "[0-9a-f]" * 16  # No file of somebody else is named like this.
-  for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.{digits}.tmp"):
-    with contextlib.suppress(OSError), left.open("r+b") as file:
-      if lock_descriptor(file.fileno(), blocking=False):
-        yield left
-        if os.name == "nt":
-          file.close()
-        left.unlink()
+  finally:
+    new.unlink(missing_ok=True)
 
 
 def check_there(file: IO, path: Path) -> None:
@@ -196,14 +165,13 @@ def build_once(
   For a folder text8 there are
 
     text8/            the complete folder with its record, data.json
-    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again,
-                      or continued by `build` where that had written a file `PROGRESS`
+    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again
     text8.lock        locked by the process that builds it; stays, and is empty
 
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills a given empty or unfinished folder, and returns what else to record.
+    build: fills an empty folder, and returns what else to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
@@ -243,10 +211,9 @@ def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-  """Gives an empty or unfinished folder to fill, which then takes the place of `folder`.
+  """Gives an empty folder to fill, which then replaces `folder`.
 
-  One with `PROGRESS` stays after an error. A `UserError` if `folder` has no `RECORD`, and so is not
-  dpjax's.
+  A `UserError` if `folder` has files but no `RECORD`, and so is not dpjax's.
   """
   if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
     raise UserError(
@@ -254,15 +221,12 @@ def replacing(folder: Path) -> Iterator[Path]:
       "move it away"
     )
   partial = folder.with_name(folder.name + ".partial")
-  progress = partial / PROGRESS
-  if not progress.exists():
-    shutil.rmtree(partial, ignore_errors=True)
+  shutil.rmtree(partial, ignore_errors=True)
   try:
-    partial.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(parents=True)
     yield partial
     if folder.exists():
       shutil.rmtree(folder)
     os.replace(partial, folder)
   finally:
-    if not progress.exists():
-      shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)

@@ -18,6 +18,7 @@ from typing import Any
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict
 from dpjax.data import corpus as corpus_lib
+from dpjax.data.text import write_texts
 from dpjax.errors import UserError
 from dpjax_papers import corpora as corpora  # registers the papers' corpora
 
@@ -54,7 +55,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
   },
   "tiny": {
     "all": dict(
-      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer_file="", tokenizer_size=300),
+      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer=dict(file="", vocab_size=300)),
       train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
@@ -155,7 +156,7 @@ def cut(config: ConfigDict, scale: str) -> None:
           break
 
   folder = Path(data.data_dir, "texts", f"{corpus.name}_{scale}")
-  corpus_lib.write_texts(folder, {"of": corpus.about, "sizes": sizes}, read)
+  write_texts(folder, {"of": corpus.about, "sizes": sizes}, read)
   data.path = str(folder.resolve())
 
 
@@ -193,4 +194,4 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
 def tokens_name(config: ConfigDict) -> str:
   """The name of a folder of tokens: bpe, or characters_unigram_200 with boundaries of the text."""
   kind = config.model.boundaries
-  return config.data.tokenizer + f"_unigram_{kind.get('size')}" * (kind.name == "unigram")
+  return config.data.tokenizer.name + f"_unigram_{kind.get('size')}" * (kind.name == "unigram")

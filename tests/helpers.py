@@ -18,7 +18,7 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.__main__ import main as dpjax_main
-from dpjax.config import registry, schema
+from dpjax.config import registry, sections
 from dpjax.models import build
 from dpjax.training import losses, optimizer, step
 
@@ -32,6 +32,11 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return path
+
+
+def vocabulary(name: str, size: int) -> dict[str, int]:
+  """The setting of a tokenizer's size, if it has one."""
+  return {"vocab_size": size} if "vocab_size" in registry.tokenizers.settings(name) else {}
 
 
 def component(known: registry.Registry, name: str, **settings):
@@ -210,7 +215,7 @@ def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) 
 def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
-  for key in schema.component_keys(config):
+  for key in sections.component_keys(config):
     section = config_lib.get(config, key)
     if section is not None:
       flags.append(f"--config.{key}={section.name}")

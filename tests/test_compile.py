@@ -94,7 +94,7 @@ def test_the_command_takes_the_vocabulary_of_a_run(finished, capsys):
     assert helpers.command("compile", *words) is None
     shown = capsys.readouterr().out
     assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 4, as 3 do not divide" in shown
-    said = helpers.command("compile", *words, "--config.data.lower_text")
+    said = helpers.command("compile", *words, "--config.data.isolate_documents")
   assert "--config.model.vocab_size=COUNT, or --config=RUN" in said
   size = sum(x.size for x in jax.tree.leaves(run.params))
   assert re.search(rf"^parameters +{size:,}$", shown, re.MULTILINE)
@@ -194,11 +194,11 @@ def test_wrong_input_is_refused(changes, topology, expected, monkeypatch):
 def test_a_vocabulary_is_known_where_the_tokenizer_tells():
   config = small(vocab_size=0)
   for settings, size in (
-    (dict(tokenizer="bpe", tokenizer_size=77), 77),
-    (dict(tokenizer="bytes"), 256),
-    (dict(tokenizer="bpe", tokenizer_file="gpt2"), 50_257),
+    (dict(name="bpe", vocab_size=77), 77),
+    (dict(name="bytes"), 256),
+    (dict(name="bpe", file="gpt2"), 50_257),
   ):
-    config.data.update(settings)
+    config.data.tokenizer = config_lib.tokenizer(**settings)
     assert compile_lib._with_vocabulary(config).model.vocab_size == size
 
 

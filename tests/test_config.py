@@ -10,14 +10,14 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.config import schema
+from dpjax.config import schema, sections
 
 
 def changed(settings: dict):
   """The default configuration with settings changed, whatever their types."""
   config = config_lib.default()
   for key, value in settings.items():
-    schema.set_value(config, key, value)
+    sections.set_value(config, key, value)
   return config
 
 
@@ -49,15 +49,15 @@ def test_the_name_of_a_component_is_its_section():
 
 def test_paths_may_begin_with_a_tilde(monkeypatch):
   monkeypatch.setenv("HOME", "/home/somebody")
-  keys = "data.path data.data_dir data.manual_dir data.tokenizer_file train.init_from"
+  keys = "data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from"
   paths = {key: f"~/{key}" for key in [*keys.split(), "model.boundaries.file"]}
   config = changed({"model.boundaries": "unigram", "data.separator": "~/x", **paths})
-  expanded = config_lib.flatten(schema.expand_paths(config))
+  expanded = config_lib.flatten(sections.expand_paths(config))
   before = config_lib.flatten(config)
   changes = {key: x for key, x in expanded.items() if x != before[key]}
   assert changes == {key: f"/home/somebody/{key}" for key in paths}
   config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
-  assert schema.expand_paths(config).model.boundaries.run == "/home/somebody/f"
+  assert sections.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
 
 def pooled():
@@ -89,7 +89,9 @@ ALL = [(key, setting) for key, _, setting in config_lib.walk(pooled())]
 
 def test_every_setting_has_a_meaning_and_a_default_that_it_accepts():
   for key, value, setting in config_lib.walk(config_lib.default()):
-    is_of_component = re.match(r"model\.(mixer|boundaries)|train\.(optimizer|schedule)", key)
+    is_of_component = re.match(
+      r"model\.(mixer|boundaries)|data.tokenizer|train\.(optimizer|schedule)", key
+    )
     assert setting.meaning or is_of_component, key
     if value is not None:
       assert setting.check(key, value) == value
@@ -99,7 +101,7 @@ def test_every_setting_has_a_meaning_and_a_default_that_it_accepts():
 def test_every_setting_refuses_other_types_and_what_is_out_of_range(key, setting):
   config = pooled()
   for value, expected in wrong_values(setting):
-    schema.set_value(config, key, value)
+    sections.set_value(config, key, value)
     if key.endswith(".name") and key != "data.name":
       expected = "one of "
     message = f"^{re.escape(key.removesuffix('.name'))}[.a-z]*: expected {re.escape(expected)}"
@@ -118,6 +120,9 @@ REFUSED = [
   ("train.optimizer.b3", 0.5, "expected a setting of adam, .* is train.optimizer.b"),
   ("model.mixer.num_levels", 2.0, "expected a value of type int or None, got 2.0"),
   ("train.products", "bfloat16", "expected a known setting, .* is train.matmul_dtype"),
+  ("data.tokenizer_size", 300, "expected a known setting, .* is data.tokenizer.vocab_size"),
+  ("data.documents", "isolated", "expected a known setting, .* is data.isolate_documents"),
+  ("data.tokenizer.vocab_size", 300, "expected a setting of characters, got an unknown"),
   # Names.
   ("model.mixer", {"name": "dispacher"}, "expected .* got dispacher; did you mean dispatcher?"),
   ("train.schedule", {"name": "lineal"}, "expected one of constant, .* did you mean linear?"),
@@ -192,7 +197,7 @@ TOGETHER = [
     {"model.vocab_size": 8},
     "model.boundaries.space_ids: .* = 8, got",
   ),
-  ({"data.documents": "isolated"}, {"eval.max_tokens": 50}, "eval.max_tokens: .* 0 .*, got 50"),
+  ({"data.isolate_documents": True}, {"eval.max_tokens": 50}, "eval.max_tokens: .* 0 .*, got 50"),
   ({}, {"train.num_steps": 5}, "train.num_steps, train.num_epochs: .* 5 steps and 60.0 epochs"),
   ({}, {"train.eval_every_epochs": 0.0}, "train.eval_every_steps, .* 0 steps and 0.0 epochs"),
 ]
@@ -311,7 +316,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     other = next((x for x in setting.choices if x != value), other)
     if setting.value_type is float:
       other = 0.25 if value != 0.25 else 0.5
-    expected = [f"{key}: {value!r} there, {schema.get(changed({key: other}), key)!r} here"]
+    expected = [f"{key}: {value!r} there, {sections.get(changed({key: other}), key)!r} here"]
     found = config_lib.differences(config, changed({key: other}))
     assert found == [] if is_free else found == expected, key
   cosine = changed({"train.schedule": "cosine"})

@@ -89,7 +89,7 @@ def test_its_corpus_is_known_and_its_header_has_commands_that_run(name):
   assert data.name == CORPORA.get(stem, stem) and not data.path
   assert corpus.find_source(data.name) and corpus.find_source(load(name, "tiny").data.name)
   load_plugins()
-  assert data.tokenizer_file in ("", *remote.VOCABULARIES)
+  assert data.tokenizer.file in ("", *remote.VOCABULARIES)
   text = header(name)
   assert set(re.findall(r"configs/(\w+)\.py", text)) <= {*NAMES}
   words = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
@@ -130,7 +130,7 @@ LARGER_DISPATCHER = """
   model width=480 feed_forward_width=480 num_layers=12 max_length=1024 norm_position=post
   model positions=sinusoidal activation=relu dropout=0.0 hidden_dropout=0.0 dtype=float32
   model.mixer name=dispatcher num_heads=1 level_dropout=0.0
-  data tokenizer=bpe tokenizer_file=gpt2
+  data.tokenizer name=bpe file=gpt2
   train sampling=sequential batch_size=5 window=0 num_steps=0 grad_clip_norm=0.5
   train.optimizer name=adam b1=0.9 b2=0.999 eps=1e-08
   train.schedule name=constant warmup_steps=0
@@ -193,7 +193,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     f"""model width=128 feed_forward_width=512 norm_position=pre positions=learned activation=relu
     model dropout=0.1 hidden_dropout=0.0 init_std=0.01 dtype=float32
     model max_length={max_length} num_layers={num_layers}
-    data tokenizer=bpe tokenizer_size=5000
+    data.tokenizer name=bpe vocab_size=5000
     train sampling=random_windows batch_size=64 window=0 num_steps={num_steps}
     train learning_rate=0.001 grad_clip_norm=0.0
     train.optimizer name=adamw b1=0.9 b2=0.999 eps=1e-08 weight_decay=0.01
@@ -239,8 +239,8 @@ def test_has_the_papers_settings(name):
     model positions=sinusoidal activation=relu dropout=0.2 hidden_dropout=0.2 dtype=float32
     model.mixer num_heads=1 name={"attention dropout=0.2" if mixer == "msa" else of_mixer}
     model.boundaries name=none
-    data tokenizer=wordpiece tokenizer_file=bert_base_cased
-    data lower_text={is_whole} lower_pieces={not is_whole} restrict_vocabulary={not is_whole}
+    data.tokenizer name=wordpiece file=bert_base_cased lower_text={is_whole}
+    data.tokenizer lower_pieces={not is_whole} restrict_vocabulary={not is_whole}
     train batch_size=20 window=0 num_steps=0 num_epochs=60.0 grad_clip_norm=0.5 learning_rate={rate}
     train.optimizer name=adam b1=0.9 b2=0.999 eps={eps}
     train.schedule name=constant warmup_steps=0
@@ -269,7 +269,8 @@ def test_pooling_has_the_papers_settings(kind):
     model activation=gelu dropout=0.1 hidden_dropout=0.1 init_std=0.02 norm_init_std=0.02
     model num_layers={12 if kind == "none" else 8}
     model.mixer name=relative_attention num_heads=8 dropout=0.1
-    data name=text8 tokenizer=characters
+    data name=text8
+    data.tokenizer name=characters
     data split_fractions=(0.9,0.05,0.05)
     train sampling=shuffled_windows batch_size=8 window=0 num_steps=200000
     train learning_rate=0.00025 grad_clip_norm=0.25

@@ -43,13 +43,13 @@ def isolated(tmp_path_factory):
   """A run on documents, of 12 steps, and its test scores."""
   folder = tmp_path_factory.mktemp("isolated")
   config = helpers.small_config(write_documents(folder / "texts.jsonl"))
-  config.data.documents = "isolated"
+  config.data.isolate_documents = True
   return folder, config, *dpjax.train(config, folder / "run")
 
 
 def test_a_model_without_documents_is_refused_before_anything_is_trained(isolated, tmp_path):
   _, config, *_ = isolated
-  message = "data.documents: expected joined, got isolated .*takes no `document_starts`"
+  message = "data.isolate_documents: expected False, got True .*takes no `document_starts`"
   with pytest.raises(UserError, match=message):
     dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   assert not (tmp_path / "run/config.json").exists()
@@ -62,30 +62,28 @@ def test_scores_are_those_of_each_document_alone(isolated):
   size = dict(window=17, stride=5)
   found = run.score_split("test", **size)["nats_per_token"]
   assert found == pytest.approx(score_alone(run, "test", **size), rel=1e-5)
-  joined = run.score_split("test", documents="joined")["nats_per_token"]
+  joined = run.score_split("test", isolate_documents=False)["nats_per_token"]
   assert joined == pytest.approx(
     run.score("".join(documents_of(run, "test")))["nats_per_token"], rel=1e-6
   )
   assert abs(joined - scores["nats_per_token"]) > 1e-4
-  with pytest.raises(UserError, match="^data.documents: expected one of joined, isolated, got is"):
-    run.score_split("test", documents="isolate")
 
 
 def test_scores_say_what_they_are_of(isolated):
   folder, _, run, scores = isolated
   content = json.loads((folder / f"run/scores_test_{run.step}.json").read_text())
-  assert content["documents"] == "isolated" and content["scores"] == scores
+  assert content["isolate_documents"] and content["scores"] == scores
   assert content["counts"]["documents"] == len(run.data.documents["test"])
-  run.score_split("test", documents="joined", folder=folder / "run")
+  run.score_split("test", isolate_documents=False, folder=folder / "run")
   content = json.loads((folder / f"run/scores_test_{run.step}_joined.json").read_text())
-  assert content["documents"] == "joined"
+  assert not content["isolate_documents"]
 
 
 @pytest.mark.slow
 def test_a_run_that_pools(tmp_path):
   path = write_documents(tmp_path / "texts.txt", 40)
   config = helpers.pooled_config(path, "unigram", num_steps=2, eval_every_steps=2)
-  config.data.update(documents="isolated", separator="--")
+  config.data.update(isolate_documents=True, separator="--")
   run, scores = dpjax.train(config, tmp_path / "run")
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
 
@@ -96,12 +94,12 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
   config.data.separator = "--"
   run, _ = dpjax.train(config, tmp_path / "run")
   assert run.data.documents is None
-  assert not helpers.command("evaluate", f"--workdir={tmp_path}/run", "--documents=isolated")
+  assert not helpers.command("evaluate", f"--workdir={tmp_path}/run", "--isolate_documents")
   assert ", each document by itself:" in capsys.readouterr().out
   file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
   found = json.loads(file.read_text())["scores"]["nats_per_token"]
   # The joined texts have the same tokens.
-  config.data.documents = "isolated"
+  config.data.isolate_documents = True
   other, _ = dpjax.train(config, tmp_path / "isolated")
   other = dataclasses.replace(run, data=other.data)
   assert found == pytest.approx(score_alone(other, "test"), rel=1e-5)

@@ -173,7 +173,7 @@ def test_training_begins_with_a_model_of_the_hub(run, site, tmp_path):
   run.save(PLACE)
   config = dpjax.load(run.workdir).config
   config.train.update(num_steps=1, eval_every_steps=1, init_from=PLACE)
-  config.data.tokenizer_file = PLACE
+  config.data.tokenizer.file = PLACE
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
   chex.assert_trees_all_equal(new.params, run.params)
   assert np.array_equal(new.tokens("train"), run.tokens("train"))

@@ -16,8 +16,7 @@ from dpjax import run as run_lib
 from dpjax.data import batches
 from dpjax.data.tokens import Tokens
 from dpjax.models import build
-from dpjax.run import tokens as tokens_lib
-from dpjax.run import training
+from dpjax.run import prepare, training
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.characters import Bytes
 from dpjax.training import loop
@@ -166,7 +165,9 @@ def test_training_says_what_its_tokens_lose(tmp_path, capsys):
     ("characters", "does not know: 0 in valid, 1 in test"),
     ("wordpiece", "tokens of wordpiece do not hold the whole text"),
   ):
-    config.data.update(tokenizer=kind, tokenizer_size=50)
+    config.data.tokenizer = kind
+    if kind == "wordpiece":
+      config.data.tokenizer.vocab_size = 50
     dpjax.train(config, tmp_path / kind, model=helpers.bigrams)
     assert capsys.readouterr().out.count(shown) == 1
 
@@ -261,9 +262,10 @@ def test_training_that_cannot_be_leaves_the_folder_free(
   text, tmp_path, boundaries, key, value, message
 ):
   config = helpers.pooled_config(text, boundaries)
-  config.data.tokenizer_size = 300
   section, _, name = key.rpartition(".")
   config_lib.get(config, section)[name] = value
+  if key == "data.tokenizer":
+    config.data.tokenizer.vocab_size = 300
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path)
   assert not (tmp_path / "config.json").exists()
@@ -314,7 +316,7 @@ def test_scores_of_another_window_have_a_file_of_their_own(finished, tmp_path, m
 def spaced(text, tmp_path_factory):
   """A run whose segments are words, with random parameters."""
   config = helpers.pooled_config(text, "whitespace")
-  data = tokens_lib.open_tokens(config, tmp_path_factory.mktemp("data") / "data")
+  data = prepare.prepare_tokens(config, tmp_path_factory.mktemp("data") / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   params = helpers.draw_params(model, seed=6, spread=0.3)

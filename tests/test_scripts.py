@@ -104,8 +104,8 @@ def test_unknown_tokens_are_counted(workdir, tmp_path, capsys):
     (["--text={none}"], "--text: expected a text in UTF-8, got {none} .No such file or directory."),
     (["--text={latin}", "--split=test"], "--split: expected none with --text, got test"),
     (
-      ["--text={latin}", "--documents=joined"],
-      "--documents: expected none with --text, got joined",
+      ["--text={latin}", "--no-isolate_documents"],
+      "--isolate_documents: expected none with --text, got False",
     ),
   ],
 )

@@ -14,7 +14,7 @@ from dpjax.analysis.segmentation import Segmentation, draw, render, segment
 from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModelOutput
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from tests import helpers
 
 TEXT = "to be|\nor"
@@ -113,7 +113,7 @@ def test_every_stage_is_shown(outer, before, monkeypatch, capsys):
 def test_pieces_of_other_tokenizers(kind, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
   vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
-  tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
+  tokenizer = train_tokenizer(kind, chunks, **helpers.vocabulary(kind, vocabulary))
   assert segmentation.split(tokenizer, tokenizer.encode(text)) == pieces
 
 

@@ -15,9 +15,9 @@ from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
 from dpjax.data.remote import File
 from dpjax.errors import UserError
-from dpjax.run import tokens as tokens_lib
+from dpjax.run import prepare
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from dpjax_papers import corpora
 from tests import helpers
@@ -43,7 +43,7 @@ def tokens_of(config):
 
 
 def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
-  first = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
+  first = prepare.prepare_tokens(config, tmp_path / "a" / "data")
   text = "".join(first.tokenizer.decode(tokens) for tokens in first.splits.values())
   assert text == TEXT8 and first.name == "text8"
   (made,) = tokens_of(config)
@@ -51,12 +51,12 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
   assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
   monkeypatch.setattr(tokens_module, "encode_text", lambda *_, **__: 1 / 0)
-  second = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
+  second = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
-  tokens_lib.open_tokens(config, tmp_path / "a" / "data", fresh=True)
+  prepare.prepare_tokens(config, tmp_path / "a" / "data", fresh=True)
   config.data.name = "text8_tiny"
   with pytest.raises(ZeroDivisionError):
-    tokens_lib.open_tokens(config, tmp_path / "c" / "data")
+    prepare.prepare_tokens(config, tmp_path / "c" / "data")
   monkeypatch.undo()
 
 
@@ -69,22 +69,26 @@ def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
   ],
 )
 def test_other_settings_have_their_own(config, tmp_path, change):
-  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
+  prepare.prepare_tokens(config, tmp_path / "a" / "data")
   if change.pop("unigram", False):
     config.model.boundaries = config_lib.boundaries("unigram", size=21)
   config.data.update(change)
-  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
+  data = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 2
   assert (data.boundaries is None) == (config.model.boundaries.name == "none")
 
 
 def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
-  tokens_lib.open_tokens(config, tmp_path / "a" / "data")
+  prepare.prepare_tokens(config, tmp_path / "a" / "data")
   config.model.boundaries = config_lib.boundaries("entropy", left=3)
   config.data.manual_dir = str(tmp_path)
   config.train.learning_rate = 3.0
-  tokens_lib.open_tokens(config, tmp_path / "b" / "data")
+  prepare.prepare_tokens(config, tmp_path / "b" / "data")
   assert len(tokens_of(config)) == 1
+
+
+def find_again(config, folder):
+  return prepare.find_tokens(config, prepare.read_tokens(config, folder))
 
 
 def give_another_text(tmp_path):
@@ -93,10 +97,10 @@ def give_another_text(tmp_path):
     archive.writestr("text8", TEXT8.replace("cat", "tac"))
 
 
-@pytest.mark.parametrize("again", [tokens_lib.open_tokens, tokens_lib.find_tokens])
+@pytest.mark.parametrize("again", [prepare.prepare_tokens, find_again])
 def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   folder = tmp_path / "a" / "data"
-  first = tokens_lib.open_tokens(config, folder).splits["train"].tolist()
+  first = prepare.prepare_tokens(config, folder).splits["train"].tolist()
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
   with pytest.raises(UserError, match="train.bin: .* no such file; `dpjax train --workdir=RUN "):
@@ -106,14 +110,16 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   # Not from another text, with which the run did not begin.
   shutil.rmtree(made.parent)
   give_another_text(tmp_path)
-  with pytest.raises(UserError, match=f"expected the tokens of {folder.parent}.*another text"):
+  with pytest.raises(
+    UserError, match=f"^{made.parent}: expected the text, vocabulary .* of the run, got others"
+  ):
     again(config, folder)
 
 
 def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
   (tmp_path / "old").mkdir()
   config.data.data_dir = str(tmp_path / "old" / "data")
-  tokens_lib.open_tokens(config, tmp_path / "old" / "run" / "data")
+  prepare.prepare_tokens(config, tmp_path / "old" / "run" / "data")
   # Both together, and the run alone.
   (tmp_path / "old").rename(tmp_path / "new")
   data = tokens_module.open_tokens(tmp_path / "new" / "run" / "data")
@@ -127,7 +133,7 @@ def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
 def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   """When a run is begun or taken up, and a split is scored; not when it is opened."""
   folder = tmp_path / "run" / "data"
-  data = tokens_lib.open_tokens(config, folder)
+  data = prepare.prepare_tokens(config, folder)
   path = data.folder / "train.bin"
   changed = np.fromfile(path, np.uint16)
   changed[[11, 13]] = changed[[13, 11]]
@@ -135,22 +141,22 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   changed.tofile(path)
   message = f"^{path}: .* a file that was changed; .* remove {data.folder}, "
   with pytest.raises(UserError, match=message):
-    tokens_lib.open_tokens(config, folder)
+    prepare.prepare_tokens(config, folder)
   run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
   # `calibrate` and `segmentation` read by the second.
   for read in (run.score_split, run.tokens, lambda split: run.data.splits[split]):
     with pytest.raises(UserError, match=message):
       read("train")
   shutil.rmtree(data.folder)
-  tokens_lib.open_tokens(config, folder).check()
+  prepare.prepare_tokens(config, folder).check()
 
 
 def test_tokens_are_read_whole_once(config, tmp_path, monkeypatch):
   folder = tmp_path / "run" / "data"
-  tokens_lib.open_tokens(config, folder)
+  prepare.prepare_tokens(config, folder)
   read, real = [], files.checksum
   monkeypatch.setattr(files, "checksum", lambda path: read.append(path.name) or real(path))
-  begun = tokens_lib.open_tokens(config, folder)
+  begun = prepare.prepare_tokens(config, folder)
   opened = tokens_module.open_tokens(folder)
   for data in (begun, opened):
     for split in (*data.splits, *data.splits):
@@ -167,12 +173,12 @@ def test_another_vocabulary_has_its_own(config, tmp_path):
     folder.mkdir()
     tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
     tokenizer._raw.model.save(str(folder))
-    config.data.tokenizer_file = str(folder)
-    data = tokens_lib.open_tokens(config, tmp_path / str(i) / "data")
+    config.data.tokenizer.file = str(folder)
+    data = prepare.prepare_tokens(config, tmp_path / str(i) / "data")
     sizes.append(data.tokenizer.vocab_size)
   # What a vocabulary of one's own would have is of no account.
-  config.data.tokenizer_size = 999
-  tokens_lib.open_tokens(config, tmp_path / "again" / "data")
+  config.data.tokenizer.vocab_size = 999
+  prepare.prepare_tokens(config, tmp_path / "again" / "data")
   assert sizes == [270, 280] and len(tokens_of(config)) == 2
 
 
@@ -180,29 +186,32 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   """By its folder or its file; the kind is its own, unless another one is asked for."""
   text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.small_config(text)
-  config.data.update(tokenizer="bpe", tokenizer_size=271)
-  known = tokens_lib.open_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
+  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=271)
+  known = prepare.prepare_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
   for i, place in enumerate(("run", "run/data/tokenizer.json")):
     for kind in ("bpe", "characters"):  # the default
-      config.data.update(tokenizer=kind, tokenizer_file=str(tmp_path / place))
-      data = tokens_lib.open_tokens(config, tmp_path / f"{kind}{i}" / "data")
+      config.data.tokenizer = config_lib.tokenizer(kind, file=str(tmp_path / place))
+      data = prepare.prepare_tokens(config, tmp_path / f"{kind}{i}" / "data")
       assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
   content = json.loads(known)
   content["tokenizer"]["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": []}
   content["tokenizer"]["added_tokens"] = []
   (tmp_path / "run/data/tokenizer.json").write_text(json.dumps(content))
-  with pytest.raises(UserError, match="^data.tokenizer_file: expected .* or an unknown token"):
-    tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
-  (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "kind": "bpe"}')
-  for changes, message in (
-    (dict(tokenizer="wordpiece"), "data.tokenizer_file: expected a tokenizer.json, got .*damaged"),
-    (dict(tokenizer_file=str(tmp_path / "none")), "data.tokenizer_file: expected none, or a run"),
+  with pytest.raises(UserError, match="^data.tokenizer.file: expected .* or an unknown token"):
+    prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
+  (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "name": "bpe"}')
+  for (name, file), message in (
+    (
+      ("wordpiece", str(tmp_path / "run")),
+      "data.tokenizer.file: expected a tokenizer.json, got .*damaged",
+    ),
+    (("characters", str(tmp_path / "none")), "data.tokenizer.file: expected none, or a run"),
   ):
-    config.data.update(**{"tokenizer": "characters", **changes})
+    config.data.tokenizer = config_lib.tokenizer(name, file=file)
     with pytest.raises(UserError, match=f"^{message}"):
-      tokens_lib.open_tokens(config, tmp_path / "wrong" / "data")
+      prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
 
 
 def test_tokens_alone(config, tmp_path):
@@ -220,31 +229,30 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
   config = (
     helpers.pooled_config(text, "unigram") if kind == "unigram" else helpers.small_config(text)
   )
-  made = tokens_lib.open_tokens(config, tmp_path / "a" / "data")
+  made = prepare.prepare_tokens(config, tmp_path / "a" / "data")
   ready = shutil.copytree(made.folder, tmp_path / "ready")
   shutil.rmtree(config.data.data_dir)
   text.unlink()
   config.data.path = str(ready)
-  data = tokens_lib.open_tokens(config, tmp_path / "b" / "data")
+  data = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   assert data.counts == made.counts and data.folder == ready
   assert (data.boundaries is None) == (kind == "none")
-  assert tokens_lib.find_tokens(config, tmp_path / "b" / "data").checksums == made.checksums
+  assert find_again(config, tmp_path / "b" / "data").checksums == made.checksums
   other = config_lib.boundaries(
     **({"name": "unigram", "size": 31} if kind == "none" else {"name": "none"})
   )
   for key, value in {
     "data.tokenizer": "bytes",
-    "data.lower_text": True,
-    "data.documents": "isolated",
+    "data.isolate_documents": True,
     "model.boundaries": other,
   }.items():
     wrong = config.copy_and_resolve_references()
     config_lib.get(wrong, key.rpartition(".")[0])[key.rpartition(".")[2]] = value
     with pytest.raises(UserError, match=f"^{key}: expected .*, as in the tokens of {ready}, got "):
-      tokens_lib.open_tokens(wrong, tmp_path / "c" / "data")
+      prepare.prepare_tokens(wrong, tmp_path / "c" / "data")
   np.memmap(ready / "train.bin", mode="r+")[3] ^= 1
   with pytest.raises(UserError, match="train.bin: expected the tokens as they were made"):
-    tokens_lib.open_tokens(config, tmp_path / "d" / "data")
+    prepare.prepare_tokens(config, tmp_path / "d" / "data")
 
 
 def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
@@ -254,10 +262,10 @@ def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
   file.write_bytes(train_unigram([text.read_text()], 23))
   config.model.boundaries.file = str(file)
   folder = tmp_path / "run" / "data"
-  shutil.rmtree(tokens_lib.open_tokens(config, folder).folder)
+  shutil.rmtree(prepare.prepare_tokens(config, folder).folder)
   file.write_bytes(train_unigram([text.read_text()], 31))
-  with pytest.raises(UserError, match="got another text, vocabulary or Unigram model"):
-    tokens_lib.find_tokens(config, folder)
+  with pytest.raises(UserError, match="expected the text, vocabulary and Unigram model of the run"):
+    find_again(config, folder)
 
 
 def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):

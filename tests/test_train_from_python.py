@@ -192,11 +192,11 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   config = helpers.small_config(other)
   dpjax.run.tokenize(config, tmp_path / "vocabulary")
   config.train.init_from = str(finished[0])
-  config.data.tokenizer_file = str(tmp_path / "vocabulary")
-  message = f"train.init_from: .* the vocabulary of this one.*; data.tokenizer_file = {finished[0]}"
+  config.data.tokenizer.file = str(tmp_path / "vocabulary")
+  message = f"train.init_from: .* the vocabulary of this one.*; data.tokenizer.file = {finished[0]}"
   with pytest.raises(ValueError, match=message):
     dpjax.train(config, tmp_path / "run")
-  config.data.update(tokenizer_file="", tokenizer="bytes")
+  config.data.tokenizer = "bytes"
   with pytest.raises(ValueError, match="^data.tokenizer: expected characters, as in .* got bytes"):
     dpjax.train(config, tmp_path / "run")
   config = helpers.small_config(other, init_from=str(tmp_path / "none"))

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     window = run.window if options.window is None else options.window
     if not 1 <= window <= run.window:
       raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    tokens, unit = run.tokens(options.split), run.tokenizer.kind
+    tokens, unit = run.tokens(options.split), run.tokenizer.name
     unit = unit if unit in ("characters", "bytes") else "tokens"
     if options.rates:
       rate_b = np.asarray(rates(run, tokens, window))

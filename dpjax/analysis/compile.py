@@ -48,7 +48,7 @@ def compile_steps(
 ) -> dict[str, Any]:
   """Compiles steps of a configuration for a topology, without its data.
 
-  A fitted vocabulary has `data.tokenizer_size` entries; one that follows from a text, as of
+  A fitted vocabulary has `data.tokenizer.vocab_size` entries; one that follows from a text, as of
   characters, needs `run` or `model.vocab_size`. A batch that does not divide over the devices is
   rounded up.
 
@@ -211,7 +211,7 @@ class _Programs:
     dtypes = dict(tokens="int32", targets="int32", weights="float32")
     if any(boundaries.text_boundaries for boundaries in self._boundaries):
       dtypes["boundaries"] = "int32"
-    if self._config.data.documents == "isolated":
+    if self._config.data.isolate_documents:
       dtypes["document_starts"] = "int32"
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
     return _sharded(batch, self._mesh, sharding.AXIS)
@@ -283,15 +283,15 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   """A copy with the sizes that follow from the tokenizer of a run."""
   from dpjax.models import build
   from dpjax.run import workdir
-  from dpjax.text.tokens import load_tokenizer
+  from dpjax.text.factory import load_tokenizer
 
-  config, data = config.copy_and_resolve_references(), config.data
-  size = config.model.vocab_size or _VOCAB_SIZES.get(data.tokenizer_file, 0)
-  source = run or data.tokenizer_file or config.train.init_from
+  config, section = config.copy_and_resolve_references(), config.data.tokenizer
+  size = config.model.vocab_size or _VOCAB_SIZES.get(section.file, 0)
+  source = run or section.file or config.train.init_from
   if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
     return build.with_vocabulary(config, tokenizer)
-  if not size and not data.tokenizer_file and data.tokenizer != "characters":
-    size = 256 if data.tokenizer == "bytes" else data.tokenizer_size
+  if not size and not section.file and section.name != "characters":
+    size = section.get("vocab_size", 256)
   if not size:
     raise UserError(
       "model.vocab_size: expected the size of the vocabulary, which a run takes from its text "

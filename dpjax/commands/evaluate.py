@@ -9,6 +9,7 @@ A checkpoint of the authors' PyTorch code, on a configuration's data and tokeniz
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 """
 
+import argparse
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,8 @@ def main() -> None:
   add("--step", type=int, help="checkpoint to score; default: the best by validation")
   add("--window", type=int, default=0, help="tokens the model sees at once; 0: eval.window")
   add("--stride", type=int, default=0, help="tokens each window scores; 0: eval.stride")
-  about = "isolated: score each document by itself; default: data.documents"
-  add("--documents", choices=("joined", "isolated"), default="", help=about)
+  about = "whether to score each document by itself; default: data.isolate_documents"
+  add("--isolate_documents", action=argparse.BooleanOptionalAction, help=about)
   add("--torch_checkpoint", type=path, help="a file of the authors' code")
   add("--out", type=path, help="a folder for the scores; default: the run's, unless it is exported")
   command_line.start(parser, _evaluate)
@@ -54,8 +55,8 @@ def _evaluate(options) -> None:
     )
   if torch and options.step is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {options.step}")
-  for name in ("split", "documents") if options.text else ():
-    if value := getattr(options, name):
+  for name in ("split", "isolate_documents") if options.text else ():
+    if (value := getattr(options, name)) is not None:
       raise UserError(f"--{name}: expected none with --text, got {value}")
   texts = {path: _read(path) for path in options.text}
   with tempfile.TemporaryDirectory() as scratch:
@@ -70,13 +71,14 @@ def _evaluate(options) -> None:
       split,
       window=options.window,
       stride=options.stride,
-      documents=options.documents,
+      isolate_documents=options.isolate_documents,
       progress=True,
       folder=options.out or (run.workdir if is_writable else None),
     )
   if jax.process_index() == 0:
-    is_isolated = (options.documents or run.config.data.documents) == "isolated"
-    note = ", each document by itself" if is_isolated else ""
+    isolate = options.isolate_documents
+    isolate = run.config.data.isolate_documents if isolate is None else isolate
+    note = ", each document by itself" if isolate else ""
     print(f"The {split} split, by {torch or f'step {run.step}'}{note}:")
     print(run_lib.table(scores))
   command_line.exit_unless_finite(**{split: scores["nats_per_token"]})

@@ -15,23 +15,24 @@ if TYPE_CHECKING:
   from dpjax.config.rules import check_seed as check_seed
   from dpjax.config.rules import idle_mixers as idle_mixers
   from dpjax.config.rules import steps_in as steps_in
-  from dpjax.config.schema import boundaries as boundaries
-  from dpjax.config.schema import default as default
-  from dpjax.config.schema import default_model as default_model
-  from dpjax.config.schema import differences as differences
-  from dpjax.config.schema import fill as fill
-  from dpjax.config.schema import flatten as flatten
-  from dpjax.config.schema import get as get
-  from dpjax.config.schema import in_turn as in_turn
-  from dpjax.config.schema import is_pooled as is_pooled
-  from dpjax.config.schema import middle as middle
-  from dpjax.config.schema import mixer as mixer
-  from dpjax.config.schema import mixer_names as mixer_names
-  from dpjax.config.schema import mixers_in as mixers_in
-  from dpjax.config.schema import optimizer as optimizer
-  from dpjax.config.schema import schedule as schedule
-  from dpjax.config.schema import stages_in as stages_in
-  from dpjax.config.schema import walk as walk
+  from dpjax.config.sections import boundaries as boundaries
+  from dpjax.config.sections import default as default
+  from dpjax.config.sections import default_model as default_model
+  from dpjax.config.sections import differences as differences
+  from dpjax.config.sections import fill as fill
+  from dpjax.config.sections import flatten as flatten
+  from dpjax.config.sections import get as get
+  from dpjax.config.sections import in_turn as in_turn
+  from dpjax.config.sections import is_pooled as is_pooled
+  from dpjax.config.sections import middle as middle
+  from dpjax.config.sections import mixer as mixer
+  from dpjax.config.sections import mixer_names as mixer_names
+  from dpjax.config.sections import mixers_in as mixers_in
+  from dpjax.config.sections import optimizer as optimizer
+  from dpjax.config.sections import schedule as schedule
+  from dpjax.config.sections import stages_in as stages_in
+  from dpjax.config.sections import tokenizer as tokenizer
+  from dpjax.config.sections import walk as walk
 else:
   from dpjax import lazy
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import files
-from dpjax.config import registry, schema
+from dpjax.config import registry, sections
 from dpjax.config.registry import ConfigDict
 from dpjax.config.rules import check
 from dpjax.errors import UserError
@@ -99,7 +99,7 @@ def _modules() -> list[str]:
 
 def from_dict(settings: Any) -> ConfigDict:
   """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
-  config = schema.fill(settings)
+  config = sections.fill(settings)
   check(config)
   return config
 
@@ -151,18 +151,18 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
   Raises:
     UserError: an unknown setting, or a text that is no value of its type.
   """
-  names = schema.component_keys(schema.fill(config, is_complete=True))
+  names = sections.component_keys(sections.fill(config, is_complete=True))
   for key, node in names.items():
     words, choices = take(words, f"config.{key}", f"config.{key}.name")
     if choices and choices[-1] == "none" and node.default is None:
-      schema.set_value(config, key, None)
+      sections.set_value(config, key, None)
     elif choices:
       value: Any = choices[-1]
       if node.components is registry.mixers and "," in value:
-        previous = {x["name"]: x for x in schema.in_turn(key, schema.get(config, key)).values()}
+        previous = {x["name"]: x for x in sections.in_turn(key, sections.get(config, key)).values()}
         value = [previous.get(name, name) for name in value.split(",")]
-      schema.set_value(config, key, schema.component(node.components, value, key))
-  settings = {key: setting for key, _, setting in schema.walk(schema.fill(config))}
+      sections.set_value(config, key, sections.component(node.components, value, key))
+  settings = {key: setting for key, _, setting in sections.walk(sections.fill(config))}
   rest, others = iter(words), []
   for word in rest:
     match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL)
@@ -173,8 +173,10 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     setting, section = settings.get(key), key.rpartition(".")[0]
     if setting is None:
       is_component = re.sub(r"\.\d+$", "", section) in names and f"{section}.name" in settings
-      owner = schema.get(config, section)["name"] if is_component else ""
-      raise schema.unknown(key, [x for x in settings if x.startswith(section * bool(owner))], owner)
+      owner = sections.get(config, section)["name"] if is_component else ""
+      raise sections.unknown(
+        key, [x for x in settings if x.startswith(section * bool(owner))], owner
+      )
     if setting.value_type is bool:
       text = "False" if negation else "True" if text is None else text
     elif text is None:
@@ -184,8 +186,8 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     if key.endswith("middle"):
       expected = "expected it in a configuration file, by dpjax.config.middle"
       raise UserError(f"--config.{key}: {expected}, got {text}")
-    schema.set_value(config, key, setting.parse(f"--config.{key}", text))
-  return schema.fill(config, is_complete=True), others
+    sections.set_value(config, key, setting.parse(f"--config.{key}", text))
+  return sections.fill(config, is_complete=True), others
 
 
 def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:

@@ -196,7 +196,9 @@ class Registry:
     component = self._components[name]
     if isinstance(component, str):
       module, _, attribute = component.partition(":")
-      component = self._components[name] = getattr(importlib.import_module(module), attribute)
+      component = self._components[name] = operator.attrgetter(attribute)(
+        importlib.import_module(module)
+      )
     return typing.cast(Callable, component)
 
   def settings(self, name: str, key: str = "") -> dict[str, Setting]:
@@ -349,6 +351,19 @@ schedules = Registry(
   "schedule",
   supplied=("peak", "num_steps"),
   targets={x: f"{_OPTIMIZER}:{x}" for x in ("constant", "cosine", "linear", "warmup_stable_decay")},
+)
+_TEXT = "dpjax.text"
+tokenizers = Registry(
+  "tokenizer",
+  supplied=("chunks",),
+  targets={
+    "characters": f"{_TEXT}.characters:Characters.train",
+    "bytes": f"{_TEXT}.characters:Bytes.train",
+    "wordpiece": f"{_TEXT}.pieces:WordPiece.train",
+    "bpe": f"{_TEXT}.pieces:BytePairs.train",
+    "sentencepiece_bpe": f"{_TEXT}.sentencepiece:SentencePieceBpe.train",
+    "sentencepiece_unigram": f"{_TEXT}.sentencepiece:SentencePieceUnigram.train",
+  },
 )
 register_mixer, register_boundaries = mixers.register, boundaries.register
 register_optimizer, register_schedule = optimizers.register, schedules.register

@@ -5,21 +5,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dpjax.config import registry, schema
+from dpjax.config import registry, schema, sections
 from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 
 
 def check(config: Any) -> None:
   """A `UserError` for the first setting that is unknown, out of range, or contradicts another."""
-  config = schema.fill(config, is_complete=True)
+  config = sections.fill(config, is_complete=True)
   model, data, train = config.model, config.data, config.train
   check_model(model)
   _check_training(train)
   max_length = model.max_length
   # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
-  max_levels = max(1, (max_length - (not schema.is_pooled(model))).bit_length())
-  for key, section in schema.mixers_in(model).items():
+  max_levels = max(1, (max_length - (not sections.is_pooled(model))).bit_length())
+  for key, section in sections.mixers_in(model).items():
     num_levels, expected = (
       section.get("num_levels"),
       f"at most {max_levels}, which reach over the window",
@@ -34,19 +34,19 @@ def check(config: Any) -> None:
   if train.sampling != "random_windows":
     expected = "'' unless train.sampling = random_windows"
     _expect(not data.mixture, "data.mixture", expected, data.mixture)
-  if data.documents == "isolated":
+  if data.isolate_documents:
     max_tokens = config.eval.max_tokens
-    _expect(not max_tokens, "eval.max_tokens", "0 with data.documents = isolated", max_tokens)
+    _expect(not max_tokens, "eval.max_tokens", "0 with data.isolate_documents", max_tokens)
 
 
 def check_model(model: Mapping) -> None:
   """Checks the settings of a model, as `check`."""
-  model = schema.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
+  model = sections.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
   supplied = dict(init_std=model.init_std, dtype=model.dtype)
   supplied |= dict(max_length=model.max_length, position_dropout=model.dropout)
-  for key, section in schema.mixers_in(model).items():
+  for key, section in sections.mixers_in(model).items():
     registry.mixers.build(section, key, **supplied)
-  for key, section in schema.stages_in(model).items():
+  for key, section in sections.stages_in(model).items():
     _check_stage(key, section)
   check_ids(model)
 
@@ -70,17 +70,17 @@ def _check_stage(key: str, stage: Mapping) -> None:
   expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
   is_valid = key == "model" or name in suited and not boundaries.samples_in_eval
   _expect(is_valid, f"{key}.boundaries", expected, name)
-  is_pooled = schema.is_pooled(stage)
+  is_pooled = sections.is_pooled(stage)
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]
   for name, mixer in mixers.items():
-    for path, section in schema.in_turn(name, mixer).items():
+    for path, section in sections.in_turn(name, mixer).items():
       _check_mixer(path, section, f"{key}.width", stage["width"])
   if is_pooled:
     return
   unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
-  unused |= {f"{x}.mixer": (schema.mixer_names(stage[x]["mixer"]), "") for x in ("first", "last")}
+  unused |= {f"{x}.mixer": (sections.mixer_names(stage[x]["mixer"]), "") for x in ("first", "last")}
   for name, (value, default) in unused.items():
     expected = f"{default or None} with {key}.boundaries = none"
     _expect(value == default, f"{key}.{name}", expected, value)
@@ -137,11 +137,11 @@ def _check_data(data: ConfigDict) -> None:
 def idle_mixers(model: Mapping) -> dict[str, str]:
   """The mixers that no layer has, by stack, where these are more than the layers."""
   stacks = {"model": (model["mixer"], model["num_layers"])}
-  for key, stage in schema.stages_in(model).items():
-    for x in ("first", "last") if schema.is_pooled(stage) else ():
+  for key, stage in sections.stages_in(model).items():
+    for x in ("first", "last") if sections.is_pooled(stage) else ():
       stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
   idle = {
-    key: schema.mixer_names(mixer).split(",")[num_layers:]
+    key: sections.mixer_names(mixer).split(",")[num_layers:]
     for key, (mixer, num_layers) in stacks.items()
   }
   return {key: ", ".join(names) for key, names in idle.items() if names}
@@ -160,7 +160,7 @@ def check_sampling(sample: Mapping, prefix: str = "") -> None:
 
 def check_choice(key: str, value: str, name: str = "") -> None:
   """Checks that a value is one of the choices of a setting, which messages call `name`."""
-  schema.get(schema.SCHEMA, key).check(name or key, value)
+  sections.get(schema.SCHEMA, key).check(name or key, value)
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:

@@ -163,7 +163,7 @@ VOCABULARIES: dict[str, tuple[File, ...]] = {}
 
 
 def register_vocabulary(name: str, *vocabulary_files: File) -> None:
-  """Registers a vocabulary for `data.tokenizer_file`, the file to open first."""
+  """Registers a vocabulary for `data.tokenizer.file`, the file to open first."""
   VOCABULARIES[name] = vocabulary_files
 
 
@@ -234,7 +234,7 @@ def choose_files(
   if not by_config:
     default = ""
     for file in files:
-      # Of other files of this kind, some describe the dataset.
+      # Of other files like this, some describe the dataset.
       if not file.endswith(".json") or _words(file):
         by_config.setdefault(_folder(file), []).append(((_words(file) or ["train"])[0], file))
   config = config or (default if default in by_config or len(by_config) != 1 else [*by_config][0])

@@ -245,7 +245,7 @@ def _check_characters(tokenizer: Tokenizer, prompt: str) -> None:
   unknown = tokenizer.unknown_id
   if unknown is None or unknown not in tokenizer.encode(prompt):
     return
-  words = prompt if tokenizer.kind == "characters" else prompt.split()
+  words = prompt if tokenizer.name == "characters" else prompt.split()
   outside = dict.fromkeys(word for word in words if unknown in tokenizer.encode(word))
   got = " ".join(map(repr, outside)) or repr(prompt)
   raise UserError(f"prompt: expected characters of the vocabulary, got {got}")

@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
     if cache is not None:
       position_bt = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     elif document_starts is not None:
-      position_bt = ops.document_places(document_starts)
+      position_bt = ops.document_positions(document_starts)
     else:
       return table[None, :length]
     # Beyond `max_length` nan, as attention with a cache gives.

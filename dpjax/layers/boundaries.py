@@ -260,7 +260,7 @@ class Whitespace(Boundaries):
     if not space_ids:
       raise UserError(
         "data.tokenizer: expected one with a space or a line end among its tokens, for the "
-        f"boundaries whitespace, got {tokenizer.kind} without"
+        f"boundaries whitespace, got {tokenizer.name} without"
       )
     return {"space_ids": space_ids}
 

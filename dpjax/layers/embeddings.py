@@ -87,7 +87,7 @@ class TokenAndPosition(nn.Module):
     if document_starts is not None:
       if num_before is not None:
         raise ValueError("document_starts: expected None with num_before")
-      position_bt = ops.document_places(document_starts)
+      position_bt = ops.document_positions(document_starts)
     elif num_before is not None:
       position_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
     scale, is_learned = jnp.asarray(self.width**0.5, self.dtype), self.positions == "learned"

@@ -239,5 +239,5 @@ def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], in
 
 def capacity_for(boundaries: Boundaries, length: int, max_segments: int) -> int:
   """The smallest capacity for rows of T tokens with at most so many segments."""
-  sizes = ops.capacities(length + 1, boundaries.num_buckets)
+  sizes = ops.bucket_sizes(length + 1, boundaries.num_buckets)
   return next(size for size in sizes if size > max_segments)

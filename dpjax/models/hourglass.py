@@ -114,8 +114,8 @@ class Hourglass(nn.Module):
     boundary_noise: jax.Array | None = None,
     capacity: int | None = None,
     lengths: jax.Array | None = None,
-    sizes: Sequence[int] = (),
-    needed: jax.Array | None = None,
+    bucket_sizes: Sequence[int] = (),
+    required_length: jax.Array | None = None,
     document_starts: jax.Array | None = None,
   ) -> HourglassOutput:
     """[B, T, D] -> [B, T, D].
@@ -129,8 +129,8 @@ class Hourglass(nn.Module):
       capacity: an S that holds every row, at most T + 1, with `document_starts` 2 T; None finds it
         on the device. If it is too small, the result is nan.
       lengths: [B], int32: the number of real tokens in each row; None means all.
-      sizes: the lengths for which the outer stacks are compiled; see `Stack`.
-      needed: see `Stack`.
+      bucket_sizes: the lengths for which the outer stacks are compiled; see `Stack`.
+      required_length: see `Stack`.
       document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:
@@ -142,7 +142,9 @@ class Hourglass(nn.Module):
     if document_starts is not None:
       options = {"document_starts": document_starts}
     run: Any = functools.partial(self._run, deterministic=deterministic)
-    h_btd = run(self.first, inputs, sizes=sizes, needed=needed, **options)
+    h_btd = run(
+      self.first, inputs, bucket_sizes=bucket_sizes, required_length=required_length, **options
+    )
 
     options |= dict(deterministic=deterministic, lengths=lengths)
     output = self._predict(h_btd, tokens, boundaries, boundary_noise, **options)
@@ -157,10 +159,10 @@ class Hourglass(nn.Module):
     if capacity is None and boundaries is None and document_starts is None:
       max_segments = predictor.max_segments(length)
       capacity = None if max_segments is None else max_segments + 1
-    middle_sizes, middle_needed = (capacity,), None
+    middle_sizes, middle_length = (capacity,), None
     if capacity is None:
-      middle_sizes = _capacities(predictor, length, document_starts is not None)
-      middle_needed = jnp.max(num_segments_b, initial=0)
+      middle_sizes = _bucket_sizes(predictor, length, document_starts is not None)
+      middle_length = jnp.max(num_segments_b, initial=0)
     size: Any = middle_sizes[-1]
     pooled_bsd = ops.pool_segments(
       h_btd, b_bt, size - num_null, method=predictor.pooling, document_starts=null_starts
@@ -172,7 +174,9 @@ class Hourglass(nn.Module):
     if has_null:
       s_bsd = self.middle_norm(self._with_null(s_bsd, middle_starts))
 
-    at_sizes: Any = dict(sizes=middle_sizes, needed=middle_needed, document_starts=middle_starts)
+    at_sizes: Any = dict(
+      bucket_sizes=middle_sizes, required_length=middle_length, document_starts=middle_starts
+    )
     inner = None
     if isinstance(self.middle, Hourglass):
       at_sizes |= dict(lengths=num_segments_b, deterministic=deterministic)
@@ -189,7 +193,13 @@ class Hourglass(nn.Module):
 
     u_btd = ops.upsample_segments(s_bsd, b_bt, document_starts=null_starts)
     x_btd = predictor.combine(u_btd, h_btd, output)
-    y_btd = run(self.last, x_btd, sizes=sizes, needed=needed, document_starts=document_starts)
+    y_btd = run(
+      self.last,
+      x_btd,
+      bucket_sizes=bucket_sizes,
+      required_length=required_length,
+      document_starts=document_starts,
+    )
     return HourglassOutput(y_btd, b_bt, output.logits, None, output.probabilities, inner)
 
   def step(
@@ -339,14 +349,14 @@ class Hourglass(nn.Module):
     return {"positions": module(length or stack.num_distances, width, **options)}
 
 
-def _capacities(predictor: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
+def _bucket_sizes(predictor: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
   """The lengths for which the middle is compiled."""
   max_segments, num_null = predictor.max_segments(length), int(predictor.has_null_group)
   if has_documents and max_segments is not None:
     # One a document more than of a row: room for few documents, and for many.
     sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}
   else:
-    sizes = {*ops.capacities(length + num_null, predictor.num_buckets)}
+    sizes = {*ops.bucket_sizes(length + num_null, predictor.num_buckets)}
   if has_documents:
     sizes.add(max(*sizes, length * (1 + num_null)))
   return tuple(sorted(sizes))
@@ -390,7 +400,7 @@ def _read_segments(
 
   if chunk > 1:
     queue_bsd = jnp.where(is_new_b[:, None, None], queue_bsd, jnp.roll(queue_bsd, -1, axis=1))
-    sizes = ops.capacities(chunk + 1, min(predictor.num_buckets, 4, chunk // 8 + 1))
+    sizes = ops.bucket_sizes(chunk + 1, min(predictor.num_buckets, 4, chunk // 8 + 1))
 
     def at_capacity(size, queue_bsd, middle):
       s_bsd, middle = step(queue_bsd[:, :size], middle, waiting_b)

@@ -82,8 +82,8 @@ class Stack(nn.Module):
     deterministic: bool = True,
     positions: Any = None,
     document_starts: jax.Array | None = None,
-    sizes: Sequence[int] = (),
-    needed: jax.Array | None = None,
+    bucket_sizes: Sequence[int] = (),
+    required_length: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T, D] -> [B, T, D].
 
@@ -92,15 +92,19 @@ class Stack(nn.Module):
       deterministic: False in training.
       positions: what mixers share, from `dpjax.layers.attention.SharedPositions`.
       document_starts: see `LanguageModel`.
-      sizes: the capacities of `dpjax.ops.run_at_capacity`; () for T alone.
-      needed: see `dpjax.ops.run_at_capacity`.
+      bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T alone.
+      required_length: see `dpjax.ops.run_in_bucket`.
     """
     inputs = {"positions": positions, "document_starts": document_starts}
     inputs = {name: x for name, x in inputs.items() if x is not None}
     run = functools.partial(
-      _run_block, deterministic=deterministic, sizes=sizes, needed=needed, inputs=inputs
+      _run_block,
+      deterministic=deterministic,
+      bucket_sizes=bucket_sizes,
+      required_length=required_length,
+      inputs=inputs,
     )
-    if self.remat and len(sizes) < 2:
+    if self.remat and len(bucket_sizes) < 2:
       # Within a scan the loop itself keeps the two passes apart.
       run = nn.remat(run, prevent_cse=not self.scan_layers)
 
@@ -240,12 +244,12 @@ def _layer(tree: Any, i: int) -> Any:
   return jax.tree.map(lambda x: x[i], tree)
 
 
-def _run_block(block, x_btd, *, deterministic, sizes, needed, inputs):
-  """A block, or with several capacities at the smallest that suffices."""
+def _run_block(block, x_btd, *, deterministic, bucket_sizes, required_length, inputs):
+  """A block, or with several lengths at the smallest that suffices."""
   if not _shares(block):
     inputs = {name: x for name, x in inputs.items() if name != "positions"}
-  # Parameters are made by a direct call, which any capacity would make alike.
-  if not sizes or block.is_initializing():
+  # Parameters are made by a direct call, which any length would make alike.
+  if not bucket_sizes or block.is_initializing():
     return block(x_btd, deterministic=deterministic, **inputs)
   has_key = not deterministic and block.has_rng("dropout")
   key = block.make_rng("dropout") if has_key else None
@@ -257,4 +261,6 @@ def _run_block(block, x_btd, *, deterministic, sizes, needed, inputs):
     rngs = {"dropout": key} if has_key else {}
     return free.apply({"params": params}, x_btd, deterministic=deterministic, rngs=rngs, **inputs)
 
-  return ops.run_at_capacity(run, sizes, needed, x_btd, variables["params"], inputs, key)
+  return ops.run_in_bucket(
+    run, bucket_sizes, required_length, x_btd, variables["params"], inputs, key
+  )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
 from dpjax.ops.attention_tiles import tiled
-from dpjax.ops.documents import document_places
+from dpjax.ops.documents import document_positions
 from dpjax.ops.dropout import dropout
 from dpjax.ops.placement import automatic_axes, by_platform, has_cuda, is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
@@ -243,7 +243,7 @@ def _check(queries, dropout_rate, dropout_key, document_starts, block_size, wind
   else:
     arrays.integer("block_size", block_size)
   if document_starts is not None:
-    reach_bt = document_places(document_starts)
+    reach_bt = document_positions(document_starts)
   if window is not None and arrays.integer("window", window) < length:
     if reach_bt is None:  # Of all rows, [1, T], so that devices need not exchange any.
       reach_bt = jnp.arange(length, dtype=jnp.int32)[None]

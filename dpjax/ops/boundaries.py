@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32, Integer, PRNGKeyArray
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Real, Starts, typed
-from dpjax.ops.documents import check_starts, document_places
+from dpjax.ops.documents import check_starts, document_positions
 from dpjax.ops.products import sum_dtype
 from dpjax.ops.segments import sum_of_segments
 
@@ -55,7 +55,7 @@ def fixed_boundaries(
     arrays.check("num_before", num_before, Integer[Array, arrays.dims(shape).split()[0]])
     position_bt += num_before[:, None]
   if document_starts is not None:
-    position_bt = document_places(check_starts(document_starts, shape))
+    position_bt = document_positions(check_starts(document_starts, shape))
   is_end_bt = position_bt % factor == offset
   return jnp.broadcast_to(is_end_bt.astype(jnp.int32), (batch, length))
 

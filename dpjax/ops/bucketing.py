@@ -1,4 +1,4 @@
-"""Data whose length only the device can tell: compiled for a few lengths, capacities."""
+"""Data whose length only the device can tell: compiled for a few lengths, its buckets."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,31 +12,32 @@ from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
 
 
-def capacities(longest: int, number: int) -> tuple[int, ...]:
-  """The longest, and below it capacities evenly spaced up to its half.
+def bucket_sizes(longest: int, num_buckets: int) -> tuple[int, ...]:
+  """The longest, and below it lengths evenly spaced up to its half.
 
-    capacities(9, 4)  ->  (2, 3, 5, 9)
+    bucket_sizes(9, 4)  ->  (2, 3, 5, 9)
 
-  They are ceil(longest / 2 * i / (number - 1)) for i = 1 .. number - 1, without repetitions: more
-  segments than half as many as tokens are rare, and each capacity takes long to compile.
+  For i = 1 .. num_buckets - 1 they are ceil(longest / 2 * i / (num_buckets - 1)), without
+  repetitions: rows with more segments than half their tokens are rare, and each length takes long
+  to compile.
   """
   arrays.integer("longest", longest)
-  arrays.integer("number", number, most=2**16)
-  below = {-(-longest * i // (2 * number - 2)) for i in range(1, number)}
+  arrays.integer("num_buckets", num_buckets, most=2**16)
+  below = {-(-longest * i // (2 * num_buckets - 2)) for i in range(1, num_buckets)}
   return tuple(sorted({*below, longest}))
 
 
 @typed
-def run_at_capacity(
+def run_in_bucket(
   function: Callable[..., jax.Array],
-  sizes: Sequence[int],
-  needed: Integer[Array, ""] | None,
+  bucket_sizes: Sequence[int],
+  required_length: Integer[Array, ""] | None,
   inputs: Float[Array, "B S ..."],
   *others: Any,
 ) -> Float[Array, "B S ..."]:
   """Runs a function only on the first positions, as many as the data needs.
 
-    output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= needed
+    output[:, :c] = function(inputs[:, :c], *others),  c the smallest size >= required_length
     output[:, c:] = 0
 
   The function must be causal; its random draws may depend on c. The backward pass recomputes it
@@ -44,20 +45,22 @@ def run_at_capacity(
 
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
-    sizes: increasing capacities up to S; others raise a `ValueError`.
-    needed: at most S, the number of outputs that will be read; None computes all.
+    bucket_sizes: increasing lengths up to S; others raise a `ValueError`.
+    required_length: at most S, the num_buckets of outputs that will be read; None computes all.
     inputs: one array for each position.
     *others: further arguments, any pytrees; their floats get gradients.
   """
   if not callable(function):
     raise ValueError(f"function: expected a function, got {function!r}")
-  sizes = arrays.ids("sizes", sizes, "rising capacities")
+  sizes = arrays.ids("bucket_sizes", bucket_sizes, "increasing lengths")
   rises = all(low < high for low, high in zip((0, *sizes), sizes, strict=False))
   if not (sizes and rises and sizes[-1] == inputs.shape[1]):
-    raise ValueError(f"sizes: expected rising capacities up to S = {inputs.shape[1]}, got {sizes}")
-  if needed is None or len(sizes) == 1:
+    raise ValueError(
+      f"bucket_sizes: expected increasing lengths up to S = {inputs.shape[1]}, got {sizes}"
+    )
+  if required_length is None or len(sizes) == 1:
     return function(inputs, *others)
-  index = jnp.searchsorted(jnp.asarray(sizes), needed)
+  index = jnp.searchsorted(jnp.asarray(sizes), required_length)
   leaves, structure = jax.tree.flatten(others)
   is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves]
   floats = [x if of_floats else None for x, of_floats in zip(leaves, is_float, strict=True)]

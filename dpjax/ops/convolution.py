@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.documents import document_places, mask_padding
+from dpjax.ops.documents import document_positions, mask_padding
 from dpjax.ops.placement import automatic_axes, by_platform, is_symbolic, num_devices
 from dpjax.ops.products import low_product, product, sum_dtype
 
@@ -81,7 +81,7 @@ def causal_convolution(
     devices = num_devices()
     cpu, default = (choose_implementation(*sizes, x, devices) for x in ("cpu", "default"))
     names = {"default": default} | ({} if cpu == default else {"cpu": cpu})
-  position_bt = None if document_starts is None else document_places(document_starts)
+  position_bt = None if document_starts is None else document_positions(document_starts)
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
     return jnp.zeros(shape, inputs.dtype)

@@ -32,7 +32,7 @@ def check_starts(document_starts: ArrayLike, shape: Sequence[int]) -> Int32[Arra
 
 
 @typed
-def document_places(document_starts: Starts[Array, "B T"]) -> Int32[Array, "B T"]:
+def document_positions(document_starts: Starts[Array, "B T"]) -> Int32[Array, "B T"]:
   """The position of each token within its document.
 
   o_t = t - (position of the last start at or before t)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 from dpjax.errors import UserError, unknown
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Starts, typed
-from dpjax.ops.documents import document_places
+from dpjax.ops.documents import document_positions
 from dpjax.ops.products import sum_dtype
 
 RULES = ("global", "monotonic", "combined")  # of `entropy_threshold`
@@ -68,7 +68,7 @@ def entropy_spikes(
   h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
   position_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if document_starts is not None:
-    position_bt = document_places(document_starts)
+    position_bt = document_positions(document_starts)
 
   def join(lag, before_bt):
     past_bt = jnp.where(position_bt >= lag, jnp.roll(h_bt, lag, axis=1), -jnp.inf)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.documents import check_lengths, document_places, is_real
+from dpjax.ops.documents import check_lengths, document_positions, is_real
 from dpjax.ops.placement import (
   automatic_axes,
   by_platform,
@@ -96,7 +96,7 @@ def shift_and_sum(
   gates = gates[..., :levels]
   if document_starts is not None:
     shifts_k = 2 ** jnp.arange(levels, dtype=jnp.int32)
-    is_within_btk = document_places(document_starts)[..., None] >= shifts_k[None, None]
+    is_within_btk = document_positions(document_starts)[..., None] >= shifts_k[None, None]
     gates = jnp.where(is_within_btk[:, :, None], gates, 0)
   if level_keep is not None:
     level_keep = level_keep[:levels]

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.documents import document_places, mask_padding
+from dpjax.ops.documents import document_positions, mask_padding
 from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
@@ -34,7 +34,7 @@ def short_convolution(
     ValueError: shapes or dtypes do not match.
   """
   length, dtype = inputs.shape[1], sum_dtype(inputs, taps)
-  position_bt = None if document_starts is None else document_places(document_starts)
+  position_bt = None if document_starts is None else document_positions(document_starts)
   x_btd, y_btd = inputs.astype(dtype), jnp.zeros(inputs.shape, dtype)
   for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
     past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]

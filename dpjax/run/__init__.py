@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+  from dpjax.run.from_torch import load_torch as load_torch
   from dpjax.run.run import Run as Run
   from dpjax.run.run import load as load
-  from dpjax.run.run import load_torch as load_torch
   from dpjax.run.run import table as table
   from dpjax.run.training import check_frozen as check_frozen
   from dpjax.run.training import tokenize as tokenize

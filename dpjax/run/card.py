@@ -18,7 +18,7 @@ from dpjax.run import numpy_model
 _CARD = """# {name}
 
 A language model of {size:,} parameters, trained with dpjax {version} for {run.step:,} updates
-on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tokenizer.kind} of \
+on {run.data.name} ({run.data.counts[train][tokens]:,} training tokens; {run.tokenizer.name} of \
 {run.tokenizer.vocab_size:,} entries).
 
 | split | score | |

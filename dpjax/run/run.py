@@ -13,18 +13,17 @@ import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
-from dpjax.config import schema
 from dpjax.config.registry import ConfigDict
-from dpjax.data.tokens import Tokens, count_text
+from dpjax.data.encoding import count_text
+from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
-from dpjax.run import export
-from dpjax.run import tokens as tokens_lib
+from dpjax.run import export, prepare
 from dpjax.run import workdir as workdir_lib
-from dpjax.text.tokens import Tokenizer
+from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
 from dpjax.training import step as step_lib
 
@@ -54,7 +53,7 @@ class Run:
   def __repr__(self) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
     return (
-      f"Run({self.name}, {size:,} parameters, {self.tokenizer.kind} of "
+      f"Run({self.name}, {size:,} parameters, {self.tokenizer.name} of "
       f"{self.tokenizer.vocab_size:,} entries, step {self.step}, {self.workdir})"
     )
 
@@ -103,7 +102,7 @@ class Run:
     *,
     window: int = 0,
     stride: int = 0,
-    documents: str = "",
+    isolate_documents: bool | None = None,
     progress: bool = False,
     folder: str | Path | None = None,
   ) -> dict[str, float]:
@@ -113,32 +112,32 @@ class Run:
       split: "train", "valid" or "test".
       window: see `score`.
       stride: see `score`.
-      documents: "isolated" scores each document by itself, after a start token; "joined" one text;
-        "": `config.data.documents`.
+      isolate_documents: whether to score each document by itself, after a start token; None:
+        `config.data.isolate_documents`.
       progress: whether to show a progress bar.
       folder: where to write the scores, too, as JSON; None: nowhere.
 
     Raises:
       ValueError: there is no such split, its tokens have changed, or see `score`.
     """
-    documents = documents or self.config.data.documents
-    config_lib.check_choice("data.documents", documents)
-    data = self._data_with(split, documents)
+    default = self.config.data.isolate_documents
+    isolate = default if isolate_documents is None else isolate_documents
+    data = self._data_with(split, isolate)
     is_first = jax.process_index() == 0
     if folder is not None and is_first:
       files.check_writable(Path(folder))  # before hours of scoring
     scores = self._score_split(
-      self.params, split, data, documents, window=window, stride=stride, progress=progress
+      self.params, split, data, isolate, window=window, stride=stride, progress=progress
     )
     if folder is not None and is_first:
       window, stride = self._scorer.sizes(window, stride)
       name = f"scores_{split}_{self.step}"
       if (window, stride) != self._scorer.sizes():
         name += f"_window{window}_stride{stride}"
-      if documents != self.config.data.documents:
-        name += f"_{documents}"
+      if isolate != default:
+        name += "_isolated" if isolate else "_joined"
       content = {"split": split, "step": self.step, "window": window, "stride": stride}
-      content |= {"scores": metrics.for_json(scores), "documents": documents}
+      content |= {"scores": metrics.for_json(scores), "isolate_documents": isolate}
       content["counts"] = dict(data.counts[split])
       try:
         files.write_json(Path(folder, f"{name}.json"), content)
@@ -153,17 +152,15 @@ class Run:
     Raises:
       ValueError: there is no such split, or its tokens have changed.
     """
-    return self._data_with(split, "joined").splits[split]
+    return self._data_with(split, isolate=False).splits[split]
 
-  def _data_with(self, split: str, documents: str) -> Tokens:
+  def _data_with(self, split: str, isolate: bool) -> Tokens:
     if self.data is None or split not in self.data.splits:
       names = ", ".join(self.data.splits) if self.data else "none"
       raise UserError(f"split: expected one of {names}, got {split}")
-    if documents == "isolated" and self.data.documents is None:
-      return tokens_lib.with_documents(self.config, self.data)
-    if self.workdir is None or self.data.has_tokens:
-      return self.data
-    return tokens_lib.find_tokens(self.config, self.workdir / "data")
+    if isolate and self.data.documents is None:
+      return prepare.with_documents(self.config, self.data)
+    return prepare.find_tokens(self.config, self.data)
 
   @overload
   def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
@@ -265,16 +262,16 @@ class Run:
     return make_scorer(self.config, self.model, self.tokenizer)
 
   def _validate(self, params) -> dict[str, float]:
-    documents, max_tokens = self.config.data.documents, self.config.eval.max_tokens
-    return self._score_split(params, "valid", self.data, documents, max_tokens=max_tokens)
+    isolate, max_tokens = self.config.data.isolate_documents, self.config.eval.max_tokens
+    return self._score_split(params, "valid", self.data, isolate, max_tokens=max_tokens)
 
-  def _score_split(self, params, split: str, data: Any, documents: str, **options):
+  def _score_split(self, params, split: str, data: Any, isolate: bool, **options):
     return self._scorer.score(
       params,
       data.splits[split],
       data.counts[split],
       boundaries=None if data.boundaries is None else data.boundaries[split],
-      documents=data.documents[split] if documents == "isolated" else None,
+      documents=data.documents[split] if isolate else None,
       **options,
     )
 
@@ -295,7 +292,7 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
   """
   workdir = workdir_lib.find(workdir)
   config = workdir_lib.read_config(workdir)
-  data = tokens_lib.read_data(config, workdir / "data")
+  data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
   # Of a checkpoint, only the parameters are read.
@@ -316,65 +313,6 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
   return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
-
-
-def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
-  """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
-
-  These files hold no vocabulary: `config.data` must make the authors', as
-  configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
-  frequency: read their files with `dpjax.interop.from_torch`.
-
-  Args:
-    file: a file that the authors' scripts saved.
-    config: names mixer, heads, longest input, data and tokenizer.
-    folder: the folder of the tokens, made if missing.
-
-  Raises:
-    ValueError: PyTorch is missing, or the file does not match the configuration.
-  """
-  from dpjax.interop.torch_checkpoints import from_torch
-
-  try:
-    import torch  # pyright: ignore[reportMissingImports]  (optional)
-  except ImportError as error:
-    message = "torch_checkpoint: expected PyTorch to read it with, got none; pip install torch"
-    raise UserError(message) from error
-  try:
-    content = torch.load(file, map_location="cpu", weights_only=True)
-  except (MemoryError, OSError):
-    raise
-  except Exception as error:  # A damaged file shows as any of several types.
-    message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
-    raise UserError(message) from error
-  config = schema.expand_paths(config)
-  config_lib.check(config)
-  settings = config.model
-  name = config_lib.mixer_names(settings.mixer)
-  if "," in name:
-    raise UserError(f"model.mixer: expected one for a torch_checkpoint, got {name}")
-  if name == "relative_attention":
-    raise UserError(
-      "model.mixer: expected one of the Dispatcher's authors for a torch_checkpoint, got "
-      "relative_attention; dpjax.interop.from_torch reads it, but its numbers of the "
-      "characters are in no file"
-    )
-  model_config, params = from_torch(
-    content,
-    num_heads=settings.mixer.get("num_heads"),
-    variant="multihead" if name == "dispatcher_multihead" else "paper",
-    max_length=settings.max_length,
-  )
-  if model_config.mixer.name != name:
-    raise UserError(f"model.mixer: expected the file's {model_config.mixer.name}, got {name}")
-  data = tokens_lib.open_tokens(config, Path(folder) / "data")
-  model_config.update({key: settings[key] for key in ("dtype", "remat", "scan_layers")})
-  if "implementation" in model_config.mixer:
-    model_config.mixer.implementation = settings.mixer.implementation
-  config = config.copy_and_resolve_references()
-  config.model = model_config
-  config = build.with_vocabulary(config, data.tokenizer)
-  return Run(config, build.assemble(config.model), params, data.tokenizer, 0, data)
 
 
 _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from dpjax import config as config_lib
-from dpjax.config import schema
+from dpjax.config import sections
 from dpjax.config.registry import ConfigDict
 from dpjax.data import batches, mixture
 from dpjax.data.tokens import Tokens
@@ -20,10 +20,10 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
 from dpjax.models import build
-from dpjax.run import tokens
+from dpjax.run import prepare
 from dpjax.run import workdir as workdir_lib
 from dpjax.run.run import Run, load, saved_frozen
-from dpjax.text.tokens import Tokenizer
+from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
 
@@ -65,7 +65,7 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
   """
-  settings, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
+  settings, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(settings)
   for key, names in config_lib.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
@@ -108,7 +108,7 @@ def train(
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` begins."""
-  config, workdir = schema.expand_paths(config), Path(os.path.expanduser(workdir))
+  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
     data = _open_data(config, workdir)
@@ -130,7 +130,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
   # Without a checkpoint, its tokens may be those of other settings.
   fresh = not (resumes and workdir_lib.has_saved(workdir))
-  return tokens.open_tokens(config, workdir / "data", fresh=fresh)
+  return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
 
 
 def make_batches(config: ConfigDict, data: Tokens) -> Any:
@@ -140,7 +140,7 @@ def make_batches(config: ConfigDict, data: Tokens) -> Any:
     "boundaries": data.boundaries and data.boundaries["train"],
     "pad_id": build.pad_id(config.model),
   }
-  if data.documents is not None and config.data.documents == "isolated":
+  if data.documents is not None and config.data.isolate_documents:
     options["documents"] = evaluation.document_starts(data.documents["train"], data.tokenizer)
   if config.data.mixture:
     factory = mixture.MixedWindows
@@ -199,12 +199,12 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
   shapes = jax.eval_shape(init)
   opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
   _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.parameters)
-  if config.data.documents == "isolated":
+  if config.data.isolate_documents:
     try:
       mixer.check_takes_starts(run.model)
       jax.eval_shape(init, document_starts=ids + 1)
     except UserError as error:
-      raise UserError(f"data.documents: expected joined, got isolated ({error})") from error
+      raise UserError(f"data.isolate_documents: expected False, got True ({error})") from error
   return shapes
 
 
@@ -240,12 +240,12 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
     f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
     f"{jax.device_count()} {jax.devices()[0].platform} device(s)"
   )
-  tokenizer_type = data.tokenizer.kind
+  tokenizer = data.tokenizer.name
   if not data.tokenizer.lossless:
-    print(f"tokens of {tokenizer_type} do not hold the whole text: no bits per character or byte")
+    print(f"tokens of {tokenizer} do not hold the whole text: no bits per character or byte")
   # The train split has no unknown characters if these are its own.
-  source = config.data.tokenizer_file or config.train.init_from
-  splits = [x for x in data.splits if x != "train" or source or tokenizer_type != "characters"]
+  source = config.data.tokenizer.file or config.train.init_from
+  splits = [x for x in data.splits if x != "train" or source or tokenizer != "characters"]
   if unknown := data.tokenizer.describe_unknown({x: data.splits[x] for x in splits}):
     print(unknown)
 
@@ -276,10 +276,10 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
   except UserError as error:
     raise UserError(f"{key}: expected a run that can be read, got {folder} ({error})") from error
   if other.tokenizer.to_json() != tokenizer.to_json():
-    got = f"another ({other.tokenizer.kind}, {other.tokenizer.vocab_size:,} entries)"
+    got = f"another ({other.tokenizer.name}, {other.tokenizer.vocab_size:,} entries)"
     raise UserError(
       f"{key}: expected a run with the vocabulary of this one, got {folder} with {got}; "
-      f"data.tokenizer_file = {folder} takes that one"
+      f"data.tokenizer.file = {folder} takes that one"
     )
   return other
 

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import Tokenizer, as_ids
+from dpjax.text.tokenizer import Tokenizer, as_ids, file_error
+
+
+def check_no_file(name: str, file: str) -> None:
+  """A `UserError` for a vocabulary file, which characters and bytes do not have."""
+  if file:
+    raise file_error(f"none, or a run's folder, with the tokenizer {name}", file)
 
 
 class Characters(Tokenizer):
@@ -14,7 +20,7 @@ class Characters(Tokenizer):
   of "to be\nor not":  encode("be\n")  ->  [2, 3, 0]    decode([2, 3, 8])  ->  "be\ufffd"
   """
 
-  kind = "characters"
+  name = "characters"
   lossless = True
 
   def __init__(self, characters: str):
@@ -30,8 +36,14 @@ class Characters(Tokenizer):
     self.space_ids = tuple(characters.index(x) for x in " \n" if x in characters)
 
   @classmethod
-  def train(cls, chunks: Iterable[str]) -> "Characters":
-    """Collects the characters of a text."""
+  def train(cls, chunks: Iterable[str], *, file: str = "") -> "Characters":
+    """Collects the characters of a text.
+
+    Args:
+      chunks: the text.
+      file: "", or the folder of a run, to take its tokenizer.
+    """
+    check_no_file(cls.name, file)
     characters: set[str] = set()
     for chunk in chunks:
       characters.update(chunk)
@@ -59,7 +71,7 @@ class Characters(Tokenizer):
     return {"characters": self._characters}
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "Characters":
+  def from_fields(cls, fields: dict) -> "Characters":
     """See `Tokenizer`."""
     if list(fields["characters"]) != sorted(set(fields["characters"])):
       raise UserError("characters that are not sorted")
@@ -69,11 +81,22 @@ class Characters(Tokenizer):
 class Bytes(Tokenizer):
   """The bytes of UTF-8 as ids; invalid UTF-8 decodes as U+FFFD."""
 
-  kind = "bytes"
+  name = "bytes"
   vocab_size = 256
   start_id = ord("\n")
   lossless = True
   space_ids = (ord(" "), ord("\n"))
+
+  @classmethod
+  def train(cls, chunks: Iterable[str], *, file: str = "") -> "Bytes":
+    """The same for every text.
+
+    Args:
+      chunks: the text.
+      file: "", or the folder of a run, to take its tokenizer.
+    """
+    check_no_file(cls.name, file)
+    return cls()
 
   def _encode(self, text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

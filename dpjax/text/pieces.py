@@ -16,6 +16,7 @@ from dpjax.text.tokenizer import (
   LINE,
   Tokenizer,
   as_ids,
+  check_size,
   cut_lines,
   file_error,
   is_lossless,
@@ -52,11 +53,10 @@ def library_call(call, *arguments, **options):
 class BytePairs(Tokenizer):
   """BPE of the `tokenizers` library: GPT-2's, or as described by a file.
 
-  Where words end with lines, as by the rules of GPT-2 and Llama 3, a text is encoded line by
-  line; otherwise, as by Llama 2's, in one piece, which takes over 100 bytes of memory a character.
+  To encode takes over 100 bytes of memory a character, so long texts are best given in chunks.
   """
 
-  kind = "bpe"
+  name = "bpe"
 
   def __init__(self, raw):
     """Takes the library's tokenizer; a `ValueError` if it is not BPE."""
@@ -74,7 +74,6 @@ class BytePairs(Tokenizer):
     self.byte_ids = frozenset(i for i in pieces if self.decode([i]) != pieces[i])
     if raw.model.unk_token and len(self.byte_ids) < 256:
       self.unknown_id = raw.token_to_id(raw.model.unk_token)
-    self._splits_lines = _splits_lines(raw)
     marks = [token.content for token in raw.get_added_tokens_decoder().values()]
     self.lossless = is_lossless(self, "".join(f" {mark} \n" for mark in marks))
 
@@ -99,12 +98,19 @@ class BytePairs(Tokenizer):
       raise file_error(f"{expected}, or their folder", f"{file} ({error})") from error
 
   @classmethod
-  def train(cls, chunks: Iterable[str], vocab_size: int) -> "BytePairs":
-    """Trains `vocab_size` pieces: `<|endoftext|>`, the bytes, and merges."""
+  def train(cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000) -> "BytePairs":
+    """Loads byte pairs, or trains them: `<|endoftext|>`, the bytes, and merges.
+
+    Args:
+      chunks: the text.
+      file: a `tokenizer.json`, `<any>merges.txt` beside `<any>vocab.json`, or their folder.
+      vocab_size: the largest number of pieces that are trained, at least 257.
+    """
     from tokenizers import models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-      raise size_error("at least 257 (the bytes and one mark)", vocab_size)
+    if file:
+      return cls.load(file)
+    check_size(vocab_size, 257, " (the bytes and one mark)")
     raw = _byte_level(models.BPE())
     marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -114,9 +120,8 @@ class BytePairs(Tokenizer):
     return cls(raw)
 
   def _encode(self, text: str) -> np.ndarray:
-    lines = LINE.split(text) if self._splits_lines else [text]
-    encoded = library_call(self._raw.encode_batch_fast, lines, add_special_tokens=False)
-    return np.array(list(itertools.chain.from_iterable(x.ids for x in encoded)), np.int32)
+    (encoded,) = library_call(self._raw.encode_batch_fast, [text], add_special_tokens=False)
+    return np.array(encoded.ids, np.int32)
 
   def decode(self, ids) -> str:
     """See `Tokenizer`."""
@@ -128,29 +133,9 @@ class BytePairs(Tokenizer):
     return {"tokenizer": json.loads(self._raw.to_str())}
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "BytePairs":
+  def from_fields(cls, fields: dict) -> "BytePairs":
     """See `Tokenizer`."""
     return cls(library_tokenizer(fields["tokenizer"]))
-
-
-def _splits_lines(raw) -> bool:
-  """Whether normaliser, marks and rule let the words of a text be those of its `LINE`s."""
-  marks = raw.get_added_tokens_decoder().values()
-  if raw.pre_tokenizer is None or any(x.lstrip or x.rstrip or "\n" in x.content for x in marks):
-    return False
-  if raw.normalizer and type(raw.normalizer).__name__ not in ("NFC", "NFD", "NFKC", "NFKD"):
-    return False
-
-  def words(text: str) -> list[tuple[str, int]]:
-    return [(word, end) for word, (_, end) in raw.pre_tokenizer.pre_tokenize_str(text)]
-
-  for character in "aB7.)/_\u00e9\u4e2d\u2581\N{GRINNING FACE}":
-    line = f"a {character}\n"
-    for after in "bB\u4e2d":
-      expected = words(line) + [(word, len(line) + end) for word, end in words(after)]
-      if words(line + after) != expected:
-        return False
-  return True
 
 
 def _byte_level(model):
@@ -175,7 +160,7 @@ class WordPiece(Tokenizer):
   ties by their characters.
   """
 
-  kind = "wordpiece"
+  name = "wordpiece"
   lossless = False
 
   def __init__(self, raw, pieces: Sequence[str], lower_text: bool, lower_pieces: bool):
@@ -191,13 +176,30 @@ class WordPiece(Tokenizer):
 
   @classmethod
   def train(
-    cls, chunks, vocab_size: int, file: str, lower_text: bool, lower_pieces: bool, restrict: bool
+    cls,
+    chunks: Iterable[str],
+    *,
+    file: str = "",
+    vocab_size: int = 8000,
+    lower_text: bool = False,
+    lower_pieces: bool = False,
+    restrict_vocabulary: bool = False,
   ) -> "WordPiece":
-    """Loads or trains the raw pieces, and makes the vocabulary from them."""
+    """Loads or trains BERT's pieces, and makes the vocabulary from them.
+
+    Args:
+      chunks: the text.
+      file: a `vocab.txt`, one piece on each line, including `[UNK]`; without `[SEP]`, `<eos>` is
+        added for the line end.
+      vocab_size: the largest number of pieces that are trained.
+      lower_text: whether to lower-case the text first.
+      lower_pieces: whether to lower-case the pieces, found in the cased text.
+      restrict_vocabulary: whether to keep only the pieces in this text.
+    """
     raw = _bert(_read_pieces(file)) if file else _train_bert(chunks, vocab_size, lower_text)
     raw_pieces = _raw_pieces(raw, lower_pieces)
     pieces = list(dict.fromkeys(raw_pieces))
-    if restrict:
+    if restrict_vocabulary:
       pieces = _restrict(raw, raw_pieces, chunks, lower_text)
     elif "<eos>" not in pieces and "[SEP]" not in pieces:
       pieces.append("<eos>")
@@ -228,7 +230,7 @@ class WordPiece(Tokenizer):
     }
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "WordPiece":
+  def from_fields(cls, fields: dict) -> "WordPiece":
     """See `Tokenizer`."""
     raw = library_tokenizer(fields["tokenizer"])
     return cls(raw, fields["pieces"], fields["lower_text"], fields["lower_pieces"])
@@ -248,6 +250,7 @@ def _bert(vocabulary: dict[str, int]):
 
 
 def _train_bert(chunks: Iterable[str], vocab_size: int, lower: bool):
+  check_size(vocab_size, 1)
   marks = ["[UNK]", "<eos>"]
   alphabet = _train_pieces(chunks, 0, lower, marks)
   if len(alphabet) > vocab_size:

@@ -10,7 +10,15 @@ import numpy as np
 
 from dpjax import files
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import Tokenizer, as_ids, cut_lines, file_error, is_lossless, size_error
+from dpjax.text.tokenizer import (
+  Tokenizer,
+  as_ids,
+  check_size,
+  cut_lines,
+  file_error,
+  is_lossless,
+  size_error,
+)
 
 SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
@@ -21,7 +29,7 @@ class SentencePiece(Tokenizer):
   A line end is the piece of "\n" if the model has it, else its end-of-sentence id.
   """
 
-  def __init__(self, kind: str, model: bytes):
+  def __init__(self, model: bytes):
     """Takes the content of a `.model` file; a `ValueError` if it is none."""
     import sentencepiece
 
@@ -31,7 +39,7 @@ class SentencePiece(Tokenizer):
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
       raise UserError("not a SentencePiece model") from error
-    self.kind, self._model = kind, model
+    self._model = model
     self.vocab_size = self._processor.vocab_size()
     newline = self._id("\n")
     self._has_newline = newline >= 0
@@ -44,22 +52,30 @@ class SentencePiece(Tokenizer):
     self.lossless = is_lossless(self)
 
   @classmethod
-  def load(cls, kind: str, file: str) -> "SentencePiece":
-    """Reads a `.model` file."""
-    try:
-      return cls(kind, files.read_file(file))
-    except (OSError, ValueError) as error:
-      raise file_error("a SentencePiece .model", f"{file} ({error})") from error
+  def train(
+    cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000
+  ) -> "SentencePiece":
+    """Loads a model of SentencePiece, or trains one with bytes, marks, space and line end.
 
-  @classmethod
-  def train(cls, kind: str, chunks: Iterable[str], vocab_size: int) -> "SentencePiece":
-    """Trains `vocab_size` pieces, including bytes, three marks, the space and the line end."""
+    Args:
+      chunks: the text.
+      file: a `.model`.
+      vocab_size: the number of pieces that are trained.
+    """
+    if file:
+      try:
+        return cls(files.read_file(file))
+      except (OSError, ValueError) as error:
+        raise file_error("a SentencePiece .model", f"{file} ({error})") from error
+    check_size(vocab_size, 1)
     lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
     lossless: Any = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
     lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
     lossless["required_chars"] = SPACE_MARK  # Its bytes do not decode as a space.
-    settings = dict(model_type=kind.removeprefix("sentencepiece_"), user_defined_symbols=["\n"])
-    return cls(kind, train_pieces(lines, "data.tokenizer_size", vocab_size, **settings, **lossless))
+    lossless |= dict(
+      user_defined_symbols=["\n"], model_type=cls.name.removeprefix("sentencepiece_")
+    )
+    return cls(train_pieces(lines, "data.tokenizer.vocab_size", vocab_size, **lossless))
 
   def _encode(self, text: str) -> np.ndarray:
     parts = list(cut_lines(text, 2**14))  # its time is not linear in a part's length
@@ -87,14 +103,26 @@ class SentencePiece(Tokenizer):
     return {"model": base64.b64encode(self._model).decode()}
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "SentencePiece":
+  def from_fields(cls, fields: dict) -> "SentencePiece":
     """See `Tokenizer`."""
-    return cls(kind, base64.b64decode(fields["model"], validate=True))
+    return cls(base64.b64decode(fields["model"], validate=True))
 
   def _id(self, piece: str) -> int:
     """A piece's id, -1 if the model has no such piece."""
     i = self._processor.piece_to_id(piece)
     return i if self._processor.id_to_piece(i) == piece else -1
+
+
+class SentencePieceBpe(SentencePiece):
+  """SentencePiece with byte pairs."""
+
+  name = "sentencepiece_bpe"
+
+
+class SentencePieceUnigram(SentencePiece):
+  """SentencePiece with a Unigram model."""
+
+  name = "sentencepiece_unigram"
 
 
 def train_pieces(lines: Iterable[str], setting: str, vocab_size: int, **settings) -> bytes:

@@ -26,7 +26,7 @@ class Tokenizer(abc.ABC):
   r"""Text to ids 0 .. vocab_size - 1, and back.
 
   Attributes:
-    kind: the name in configurations and files.
+    name: the name in configurations and files.
     vocab_size: V, the number of ids.
     start_id: the id before the first token of a text: the line end, if the vocabulary has one.
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
@@ -35,7 +35,7 @@ class Tokenizer(abc.ABC):
     byte_ids: the ids of bytes that are decoded together, so that later ones change their text.
   """
 
-  kind: str
+  name: str
   vocab_size: int
   start_id: int
   unknown_id: int | None = None
@@ -97,7 +97,7 @@ class Tokenizer(abc.ABC):
 
     "b\u00e9 b"  ->  "characters": 0 1 2 3; "bytes": 0 2 3 4
 
-    The other kinds raise a `UserError`: their tokens are not parts of single characters.
+    The other tokenizers raise a `UserError`: their tokens are not parts of single characters.
     """
     raise self._subword_error("Unigram")
 
@@ -107,20 +107,20 @@ class Tokenizer(abc.ABC):
 
   def _subword_error(self, boundaries: str) -> UserError:
     expected = f"data.tokenizer: expected characters or bytes with {boundaries} boundaries"
-    return UserError(f"{expected}, got {self.kind}")
+    return UserError(f"{expected}, got {self.name}")
 
   def fields(self) -> dict:
     """The JSON values from which `from_fields` builds an equal tokenizer."""
     return {}
 
   @classmethod
-  def from_fields(cls, kind: str, fields: dict) -> "Tokenizer":
+  def from_fields(cls, fields: dict) -> "Tokenizer":
     """The tokenizer that `fields` came from."""
     return cls()
 
   def to_json(self) -> str:
     """The tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
-    content = {"format": FORMAT, "kind": self.kind, **self.fields()}
+    content = {"format": FORMAT, "name": self.name, **self.fields()}
     return json.dumps(content, ensure_ascii=False)
 
 
@@ -156,7 +156,7 @@ class TextStream:
     is_byte = self._tokenizer.byte_ids.__contains__
     num_pending = len([*itertools.takewhile(is_byte, reversed(self._ids))])
     text = self._tokenizer.decode(self._ids[: len(self._ids) - num_pending])
-    end = "" if self._tokenizer.kind in _COMPLETE else text[-_INCOMPLETE:]
+    end = "" if self._tokenizer.name in _COMPLETE else text[-_INCOMPLETE:]
     certain = len(text) - len(end) + len(end.rstrip("\N{REPLACEMENT CHARACTER}"))
     new = text[self._length : certain]
     self._length = max(self._length, certain)
@@ -228,14 +228,22 @@ def _is_space(character: str) -> bool:
   return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
-def file_error(expected: str, got: str, setting: str = "data.tokenizer_file") -> UserError:
-  """The error for a vocabulary file of the wrong kind."""
+def file_error(expected: str, got: str, setting: str = "data.tokenizer.file") -> UserError:
+  """The error for a wrong vocabulary file."""
   return UserError(f"{setting}: expected {expected}, got {got}")
 
 
-def size_error(expected: str, got: int, setting: str = "data.tokenizer_size") -> UserError:
+def size_error(expected: str, got: int, setting: str = "data.tokenizer.vocab_size") -> UserError:
   """The error for a vocabulary that cannot have the requested size."""
   return UserError(f"{setting}: expected {expected}, got {got}")
+
+
+def check_size(vocab_size: int, minimum: int, reason: str = "") -> None:
+  """Checks the size of a vocabulary that is to be trained."""
+  if vocab_size < minimum:
+    raise size_error(f"at least {minimum:,}{reason}", vocab_size)
+  if vocab_size > MAX_PIECES:
+    raise size_error(f"at most {MAX_PIECES:,}", vocab_size)
 
 
 def is_lossless(tokenizer: Tokenizer, more: str = "") -> bool:

@@ -14,8 +14,10 @@ import pytest
 
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import readers
-from dpjax.data.corpus import SPLITS, Text, load_corpus, register_corpus
+from dpjax.data import text as text_lib
+from dpjax.data.corpus import load_corpus, register_corpus
 from dpjax.data.remote import Source
+from dpjax.data.text import SPLITS, Text
 from dpjax.errors import UserError
 from tests import helpers
 
@@ -34,7 +36,7 @@ def zst(content):
 
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
-MARK = corpus_lib.BYTE_ORDER_MARK
+MARK = text_lib.BYTE_ORDER_MARK
 
 
 def documents(text):
@@ -80,7 +82,7 @@ def test_json_lines(tmp_path, packing):
   ending, pack = packing
   path = tmp_path / f"texts.jsonl{ending}"
   path.write_bytes(pack(as_json(["", *TEXTS, None], "body") + b"\n"))
-  settings = dict(text_field="body", data_dir=tmp_path / "data", documents="isolated")
+  settings = dict(text_field="body", data_dir=tmp_path / "data", isolate_documents=True)
   corpus = load_corpus(path=path, split_fractions=(0.5, 0.2, 0.3), **settings)
   splits = all_documents(corpus)
   assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
@@ -151,7 +153,7 @@ def test_a_folder_of_files(tmp_path, packing):
     (place / f"{i:02}.txt{ending}").write_bytes(pack(text.encode()))
   (folder / "a" / "03x.txt").write_bytes(b"")  # empty: no document
   (folder / "README.md").write_bytes(b"no text")
-  corpus = load_corpus(path=folder, documents="isolated", split_fractions=(0.6, 0.2, 0.2))
+  corpus = load_corpus(path=folder, isolate_documents=True, split_fractions=(0.6, 0.2, 0.2))
   splits = all_documents(corpus)
   assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "mine"
   for split in SPLITS:
@@ -182,12 +184,12 @@ def test_a_line_between(tmp_path, packing):
   for stem in ("books", *SPLITS):
     (folder / f"{stem}.txt{ending}").write_bytes(pack(content.encode()))
   settings = dict(separator=separator, data_dir=tmp_path / "data")
-  corpus = load_corpus(path=folder, documents="isolated", **settings)
+  corpus = load_corpus(path=folder, isolate_documents=True, **settings)
   expected = [f"{text}{separator}\n" for text in WHOLE[:-1]] + WHOLE[-1:]
   assert all_documents(corpus) == dict.fromkeys(SPLITS, expected)
   # One file is cut where it is cut when joined; a document on the cut becomes two.
   settings |= dict(path=folder / f"books.txt{ending}", split_fractions=(0.5, 0.2, 0.3))
-  joined, isolated = (load_corpus(documents=how, **settings) for how in ("joined", "isolated"))
+  joined, isolated = (load_corpus(isolate_documents=x, **settings) for x in (False, True))
   for split in SPLITS:
     assert "".join(joined.splits[split]) == "".join(isolated.splits[split])
   assert "".join(in_order(all_documents(isolated))) == content
@@ -240,7 +242,7 @@ def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
   ],
 )
 def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 61)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 61)
   (tmp_path / "a.txt").write_bytes(text.encode())
   parts = [*Text(tmp_path / "a.txt", 0, len(text.encode()))]
   assert "".join(parts) == text
@@ -249,7 +251,7 @@ def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
 
 
 def test_chunks_of_documents_stay_small(tmp_path, monkeypatch):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 101)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 101)
   texts = [f"document {i} {'x' * (400 * (i == 700))}\n" for i in range(1_000)]
   (tmp_path / "a.jsonl").write_bytes(as_json(texts))
   text = load_corpus(path=tmp_path / "a.jsonl").splits["train"]
@@ -288,7 +290,7 @@ def replace(name, make):
   return lambda folder: ((folder / name).unlink(), make(folder / name))
 
 
-JOINED = "^data.documents: expected joined for {}, which does not say where documents begin"
+JOINED = "^data.isolate_documents: expected False for {}, which does not say where documents begin"
 NO_FILE = r"^data.path: .*{} \(no regular file\)"
 
 
@@ -308,7 +310,7 @@ NO_FILE = r"^data.path: .*{} \(no regular file\)"
       "^data.text_field: expected 'text' unless .* 'b'",
     ),
     (None, dict(path="a.jsonl", separator="--"), "^data.separator: expected '' unless data.path"),
-    (None, dict(separator="--", documents="joined"), "^data.separator: expected '' unless"),
+    (None, dict(separator="--", isolate_documents=False), "^data.separator: expected '' unless"),
     (None, dict(path="few"), "^data.path: .*long enough for three splits, got 4 bytes in few"),
     (None, dict(path="a.txt.gz"), "a.txt.gz: expected a text in UTF-8, got"),
     (None, dict(path="b.jsonl"), "^data.path: .*long enough for three splits"),
@@ -334,14 +336,14 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
   if change:
     change(folder)
   with pytest.raises(UserError, match=message) as error:
-    load_corpus(**{"documents": "isolated", **settings})
+    load_corpus(**{"isolate_documents": True, **settings})
   assert "\n" not in str(error.value)
 
 
 def test_what_cannot_be_read(tmp_path, monkeypatch):
   for split in SPLITS:
     (tmp_path / f"{split}.txt").write_bytes(b"one\ntwo\nthr\xe9e\n")
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 7)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 7)
   with pytest.raises(UserError, match="^data.path: .* 0xe9 at offset 11 of .*valid.txt"):
     list(load_corpus(path=tmp_path).splits["valid"])
 
@@ -407,7 +409,7 @@ def test_a_corpus_of_the_users(register, tmp_path, capsys):
 def test_missing_splits_are_cut_from_the_end_of_train(register, which, yields_documents):
   texts = [f"line {i} \u00e4\n" for i in range(100)]
   register("x", lambda _: ((x, t) for x in which for t in texts), yields_documents=yields_documents)
-  corpus = load_corpus("x", documents="isolated" if yields_documents else "joined")
+  corpus = load_corpus("x", isolate_documents=yields_documents)
   splits = joined(corpus)
   assert list(splits) == list(SPLITS) and all(splits.values())
   assert "".join(text for x, text in splits.items() if x not in which[1:]) == "".join(texts)

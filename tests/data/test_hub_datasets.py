@@ -71,8 +71,8 @@ def test_parquet_with_three_splits_is_read_once(site, load):
   expected = {"train": ended(STORIES), "valid": ended(OTHERS), "test": ended(OTHERS[::-1])}
   assert load("hf:me/tales") == expected
   site.clear()
-  for how in ("joined", "isolated"):  # Both are of the text in data_dir.
-    assert load("hf:me/tales", documents=how) == expected
+  for isolate in (False, True):  # Both are of the text in data_dir.
+    assert load("hf:me/tales", isolate_documents=isolate) == expected
   assert site.asked == []
 
 

@@ -10,6 +10,7 @@ from dpjax.data.corpus import load_corpus
 from dpjax.data.mixture import MixedWindows, parse
 from dpjax.data.tokens import tokenize
 from dpjax.errors import UserError
+from tests import helpers
 
 SIZES = (137, 61, 29)
 STREAM = np.arange(sum(SIZES))
@@ -125,7 +126,7 @@ def sources(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["characters", "bpe"])
 def test_tokens_of_sources_follow_each_other(tmp_path, kind):
   corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, vocab_size=300)
+  tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, 300))
   alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
   for split, ids in tokens.splits.items():
     sizes = tokens.counts[split]["sources"]
@@ -142,14 +143,16 @@ def test_tokens_of_sources_follow_each_other(tmp_path, kind):
 @pytest.mark.usefixtures("sources")
 def test_documents_of_sources(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
-  given = dict(data_dir=tmp_path / "data", documents="isolated", split_fractions=(0.4, 0.3, 0.3))
+  given = dict(data_dir=tmp_path / "data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3))
   corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **given)
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
   begins, ids = tokens.documents["train"], tokens.splits["train"]
   documents = [tokens.tokenizer.decode(x) for x in np.split(ids, begins[1:])]
   assert documents[0] == "four 0 five\n" and documents[-1] == "six\n"
   assert len(documents) == tokens.counts["train"]["documents"]
-  with pytest.raises(UserError, match="^data.mixture: .*data.documents: expected joined for one"):
+  with pytest.raises(
+    UserError, match="^data.mixture: .*data.isolate_documents: expected False for one"
+  ):
     load_corpus(mixture="two.jsonl=1,one.txt=2", **given)
 
 
@@ -162,7 +165,7 @@ def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
   # Both settings, and each source has a use for one.
   corpus = load_corpus(
-    mixture="four.txt=1,three.jsonl=1", separator="--", documents="isolated", **given
+    mixture="four.txt=1,three.jsonl=1", separator="--", isolate_documents=True, **given
   )
   four, three = ([*x] for x in corpus.splits["train"].texts)
   assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}

@@ -8,8 +8,9 @@ import pytest
 import tensorflow_datasets as tfds
 
 from dpjax.data import readers
-from dpjax.data.corpus import SPLITS, load_corpus
+from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import File, Files
+from dpjax.data.text import SPLITS
 from dpjax.errors import UserError
 
 CONTENT = np.random.default_rng(1).bytes(7919)

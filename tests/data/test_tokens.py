@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 
 from dpjax import files
-from dpjax.data import corpus as corpus_lib
+from dpjax.data import encoding
+from dpjax.data import text as text_lib
 from dpjax.data import tokens as tokens_lib
-from dpjax.data.corpus import SPLITS, Corpus, Text, load_corpus
-from dpjax.data.tokens import Encoder, count_text, encode_text, open_tokens, tokenize
+from dpjax.data.corpus import Corpus, load_corpus
+from dpjax.data.encoding import Encoder, count_text, encode_text
+from dpjax.data.text import SPLITS, Text
+from dpjax.data.tokens import open_tokens, tokenize
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
 from tests import helpers
 
@@ -48,8 +51,8 @@ def corpus(tmp_path):
   "kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
 )
 def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, vocab_size=size)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
+  tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, size))
   again = open_tokens(tmp_path / "tokens")
   again.check()
   assert again.counts == tokens.counts and again.name == tokens.name == "texts"
@@ -72,10 +75,10 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
 def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, kind, size):
   text = "one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23
   (tmp_path / "a.txt").write_bytes(text.encode())
-  encoder = Encoder(train_tokenizer(kind, [text], vocab_size=size))
+  encoder = Encoder(train_tokenizer(kind, [text], **helpers.vocabulary(kind, size)))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53):
-    monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
     parts = [encoder(part)[0] for part in Text(tmp_path / "a.txt", 0, len(text.encode()))]
     assert len(parts) > 20 and np.concatenate(parts).tolist() == expected
 
@@ -92,14 +95,14 @@ def test_counts_do_not_depend_on_the_parts():
 @pytest.mark.parametrize("extra, dtype", [(0, np.uint16), (1, np.int32)])
 def test_the_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dtype):
   class Wide(tokens_lib.Tokenizer):
-    kind, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
+    name, start_id, lossless, vocab_size = "characters", 0, True, 2**16 + extra
     decode = from_fields = fields = None
 
     def _encode(self, text):
       return np.full(len(text), self.vocab_size - 1, np.int32)
 
     def to_json(self):
-      return '{"format": 1, "kind": "bytes"}'
+      return '{"format": 1, "name": "bytes"}'
 
   monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda kind, text: Wide())
   tokens = tokenize(corpus, tmp_path / "tokens", "characters")
@@ -116,7 +119,7 @@ def test_tokens_are_made_once(tmp_path, corpus):
   assert (first.folder / "train.bin").stat().st_mtime_ns == made
   # Others in the same folder replace them; a text that does not say what it is counts as new.
   tokenize(corpus, tmp_path / "own", "bytes")
-  assert tokenize(corpus, tmp_path / "own", "characters").tokenizer.kind == "characters"
+  assert tokenize(corpus, tmp_path / "own", "characters").tokenizer.name == "characters"
   nameless = Corpus("mine", {split: [text] for split, text in TEXTS.items()})
   tokenize(nameless, tmp_path / "own", "bytes")
   nameless.splits["train"][0] = TEXTS["train"][::-1]
@@ -144,11 +147,12 @@ def test_a_long_name_is_cut(tmp_path, name):
   ],
 )
 def test_texts_that_cannot_be_tokenized(tmp_path, monkeypatch, corpus, texts, kind, message):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 5)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 5)
   for split, content in texts.items():
     (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
-  settings = {"file": str(tmp_path / "vocab.txt")} if kind == "wordpiece" else {"vocab_size": 300}
+  wordpiece = {"file": str(tmp_path / "vocab.txt")}
+  settings = wordpiece if kind == "wordpiece" else helpers.vocabulary(kind, 300)
   with pytest.raises(UserError, match=message):
     tokenize(load_corpus(path=tmp_path / "texts"), tmp_path / "tokens", kind, **settings)
   assert not (tmp_path / "tokens").exists()
@@ -210,7 +214,7 @@ def test_a_changed_file_is_found_when_it_is_checked(made, name):
 @pytest.mark.parametrize("chunk_bytes", [17, 2**20])
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
@@ -260,7 +264,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, corpus):
 
 
 def test_without_a_terminal_there_is_no_bar(corpus, monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(tokens_lib, "LARGE_BYTES", 1)
+  monkeypatch.setattr(encoding, "LARGE_BYTES", 1)
   tokenize(corpus, tmp_path / "tokens", "characters")
   assert capsys.readouterr() == ("", "")
 
@@ -290,8 +294,8 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk
   texts = {"train": DOCUMENTS * 7, "valid": DOCUMENTS[3:], "test": DOCUMENTS[:4]}
   for split, content in texts.items():
     write_records(folder / f"{split}.jsonl", content)
-  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, vocab_size=size)
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", chunk_bytes)
+  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, **helpers.vocabulary(kind, size))
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
@@ -315,7 +319,7 @@ def test_a_document_without_tokens_is_none(tmp_path):
   assert [*full] == [*texts[:-1], "   \n"]
 
   class Letters(tokens_lib.Tokenizer):
-    kind, start_id, lossless, vocab_size = "characters", 0, False, 3
+    name, start_id, lossless, vocab_size = "characters", 0, False, 3
     decode = from_fields = None
 
     def _encode(self, text):
@@ -333,7 +337,7 @@ def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
     tokenize(
       load_corpus(path=tmp_path / "b.txt", **settings), tmp_path / "tokens", "bytes", shared=True
     )
-    for settings in ({}, dict(separator="--"), dict(separator="--", documents="isolated"))
+    for settings in ({}, dict(separator="--"), dict(separator="--", isolate_documents=True))
   )
   assert plain.folder == joined.folder != isolated.folder
   assert joined.documents is None and "documents" not in joined.counts["train"]
@@ -347,8 +351,8 @@ MANY = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""
 
 @pytest.fixture
 def small_shards(monkeypatch):
-  monkeypatch.setattr(corpus_lib, "CHUNK_BYTES", 97)
-  monkeypatch.setattr(tokens_lib, "SHARD_SIZE", 1000)
+  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 97)
+  monkeypatch.setattr(encoding, "SHARD_SIZE", 1000)
 
 
 @pytest.fixture
@@ -382,7 +386,7 @@ def stop_after(monkeypatch, number, encoded, error=KeyboardInterrupt):
 def test_it_resumes_where_it_was_stopped(
   tmp_path, records, small_shards, monkeypatch, kind, boundaries
 ):
-  options = dict(boundaries=boundaries, vocab_size=300)
+  options = dict(boundaries=boundaries, **helpers.vocabulary(kind, 300))
   all_parts = []
   with monkeypatch.context() as patch:
     stop_after(patch, 10**6, all_parts)
@@ -424,7 +428,7 @@ def test_another_text_begins_from_scratch(tmp_path, records, small_shards, monke
 def test_sources_and_documents_resume(tmp_path, records, small_shards, monkeypatch):
   write_records(tmp_path / "other.jsonl", [x[::-1] for x in MANY])
   mixture = f"{tmp_path}/texts.jsonl=1,{tmp_path}/other.jsonl=2"
-  mixed = load_corpus(mixture=mixture, documents="isolated", data_dir=tmp_path)
+  mixed = load_corpus(mixture=mixture, isolate_documents=True, data_dir=tmp_path)
   once = tokenize(mixed, tmp_path / "once", "bytes")
   for i in (200, 250):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -437,9 +441,10 @@ def test_sources_and_documents_resume(tmp_path, records, small_shards, monkeypat
 
 SCRIPT = """
 import resource, sys
+from dpjax.data import encoding
 from dpjax.data import tokens as tokens_lib
 from dpjax.data.corpus import load_corpus
-tokens_lib.SHARD_SIZE = 2**22
+encoding.SHARD_SIZE = 2**22
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus = load_corpus(path=sys.argv[1], data_dir=sys.argv[3])
 tokens = tokens_lib.tokenize(corpus, sys.argv[2], "bytes")

@@ -165,6 +165,6 @@ def test_only_the_middle_is_compiled_for_each_capacity():
   model = make("whitespace", "relative_attention", num_buckets=4)
   params = draw_params(model)
   jaxpr = str(jax.make_jaxpr(lambda p: model.apply({"params": p}, TOKENS).logits)(params))
-  for size in ops.capacities(LENGTH + 1, 4):
+  for size in ops.bucket_sizes(LENGTH + 1, 4):
     assert f"f32[{BATCH},2,{size},{size}]" in jaxpr  # scores of attention
   assert jaxpr.count("cond[") == 1

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tokenizers as library
 
+from dpjax.text.factory import TOKENIZERS, train_tokenizer
 from dpjax.text.pieces import BytePairs
 from dpjax.text.tokenizer import TextStream
-from dpjax.text.tokens import KINDS, train_tokenizer
 from tests import helpers
 from tests.text.test_subwords import FAMILIES, family, train_sentencepiece
 
@@ -19,7 +19,7 @@ LINES = [
 SIZES = {"sentencepiece_unigram": 283, "sentencepiece_bpe": 283, "wordpiece": 67, "bpe": 283}
 # Models of others: white space lost or kept in front of lines that end sentences.
 FOREIGN = {"lost": True, "kept": False}
-SOME = [*KINDS, *FOREIGN, "across characters"]
+SOME = [*TOKENIZERS, *FOREIGN, "across characters"]
 NAMES = [*SOME, *FAMILIES, "metaspace"]
 TEXTS = [
   "the cat  sat.\n\n on  the mat (\u00e9\u6f22\N{GRINNING FACE}), don't\n",
@@ -72,7 +72,8 @@ def metaspace():
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
   folder = tmp_path_factory.mktemp("models")
-  found = {kind: train_tokenizer(kind, LINES, vocab_size=SIZES.get(kind, 0)) for kind in KINDS}
+  options = {kind: {"vocab_size": SIZES[kind]} if kind in SIZES else {} for kind in TOKENIZERS}
+  found = {kind: train_tokenizer(kind, LINES, **options[kind]) for kind in TOKENIZERS}
   found |= {name: foreign_sentencepiece(folder, lost=lost) for name, lost in FOREIGN.items()}
   found |= {name: BytePairs(family(name)) for name in FAMILIES}
   return found | {"across characters": bpe_across_characters(), "metaspace": metaspace()}

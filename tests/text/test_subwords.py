@@ -10,10 +10,10 @@ import sentencepiece
 import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from dpjax.data import corpus
+from dpjax.data import text as text_lib
 from dpjax.errors import UserError
 from dpjax.text import pieces
-from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
+from dpjax.text.factory import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 
@@ -21,11 +21,11 @@ LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 @pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
 def test_texts_of_sentencepiece(kind):
   for size, message in ((5000, r"expected at most \d+ "), (67, r"expected at least \d+ ")):
-    with pytest.raises(ValueError, match=f"^data.tokenizer_size: {message}"):
+    with pytest.raises(ValueError, match=f"^data.tokenizer.vocab_size: {message}"):
       train_tokenizer(kind, LINES, vocab_size=size)
   with pytest.raises(ValueError, match="^data.path: expected a text"):
     train_tokenizer(kind, ["\n", "\n\n"], vocab_size=300)
-  with pytest.raises(ValueError, match="data.tokenizer_size: expected at least 257"):
+  with pytest.raises(ValueError, match="data.tokenizer.vocab_size: expected at least 257"):
     train_tokenizer("bpe", LINES, vocab_size=67)
   # One long line is learned from: SentencePiece itself drops lines above its limit.
   text = 1000 * "the cat sat on the mat and the dog on the log "
@@ -89,7 +89,7 @@ def test_gpt2s_files(tmp_path):
   model = library.Tokenizer(library.models.WordLevel({"a": 0}, unk_token="a"))
   (tmp_path / "tokenizer.json").write_text(model.to_str())
   for name in ("", "small-merges.txt", "vocabulary.txt", "tokenizer.json"):
-    with pytest.raises(ValueError, match=f"^data.tokenizer_file: expected .*{tmp_path / name}"):
+    with pytest.raises(ValueError, match=f"^data.tokenizer.file: expected .*{tmp_path / name}"):
       train_tokenizer("bpe", [], file=str(tmp_path / name))
 
 
@@ -226,8 +226,8 @@ def test_the_chunks_of_a_text_have_its_ids(of_family, tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text(text)
   expected = raw.encode(text, add_special_tokens=False).ids
   for size in range(37, 60):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
-    parts = [*corpus.Text(tmp_path / "a.txt", 0, len(text))]
+    monkeypatch.setattr(text_lib, "CHUNK_BYTES", size)
+    parts = [*text_lib.Text(tmp_path / "a.txt", 0, len(text))]
     assert len(parts) > 5
     assert [i for part in parts for i in tokenizer.encode(part).tolist()] == expected
 
@@ -261,11 +261,11 @@ def test_a_file_that_breaks_the_library(tmp_path, message):
   WRONG[message](content)
   file = tmp_path / "tokenizer.json"
   file.write_text(json.dumps(content))
-  with pytest.raises(UserError, match=f"^data.tokenizer_file: .*{file}.*{message}") as caught:
+  with pytest.raises(UserError, match=f"^data.tokenizer.file: .*{file}.*{message}") as caught:
     train_tokenizer("bpe", [], file=str(file))
   assert "\n" not in str(caught.value)
   with pytest.raises(UserError, match=f"^tokenizer.json: expected .*{message}"):
-    tokenizer_from_json(json.dumps({"format": 1, "kind": "bpe", "tokenizer": content}))
+    tokenizer_from_json(json.dumps({"format": 1, "name": "bpe", "tokenizer": content}))
 
 
 def test_a_text_that_breaks_the_library_is_named(tmp_path):

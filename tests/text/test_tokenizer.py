@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dpjax.text import tokenizer
-from dpjax.text.tokens import train_tokenizer
+from dpjax.text.factory import train_tokenizer
 from tests import helpers
 from tests.text.test_subwords import train_sentencepiece
 
@@ -53,7 +53,7 @@ def test_a_pair_has_the_ids_of_the_whole_text(kind, tmp_path):
   if spans:  # Pieces may have several words.
     settings = dict(split_by_whitespace=False, vocab_size=97)
     file = train_sentencepiece(tmp_path / "spanning.model", lines, **settings)
-  known = train_tokenizer(kind, lines, vocab_size=31, file=file)
+  known = train_tokenizer(kind, lines, file=file, **helpers.vocabulary(kind, 31))
   others = 0
   for line in lines:
     place = int(draw.integers(len(line)))

@@ -6,7 +6,13 @@ import pytest
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import SpaceByte
 from dpjax.ops import spacelike_boundaries
-from dpjax.text.tokens import CHARACTER_KINDS, KINDS, tokenizer_from_json, train_tokenizer
+from dpjax.text.factory import (
+  CHARACTER_TOKENIZERS,
+  TOKENIZERS,
+  tokenizer_from_json,
+  train_tokenizer,
+)
+from tests import helpers
 
 # Lines of every length, blank ones, and white space that tokenizers like to lose.
 LINES = [
@@ -25,19 +31,22 @@ LINES = [
 ]
 TEXT = "".join(LINES)
 SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101, "bpe": 293}
-LOSSLESS = [kind for kind in KINDS if kind != "wordpiece"]
+LOSSLESS = [kind for kind in TOKENIZERS if kind != "wordpiece"]
 
 
 @pytest.fixture(scope="module")
 def tokenizers():
-  return {kind: train_tokenizer(kind, LINES, vocab_size=SUBWORDS.get(kind, 0)) for kind in KINDS}
+  return {
+    name: train_tokenizer(name, LINES, **helpers.vocabulary(name, SUBWORDS.get(name, 0)))
+    for name in TOKENIZERS
+  }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_ids(tokenizers, kind):
   tokenizer = tokenizers[kind]
   ids = tokenizer.encode(TEXT)
-  assert tokenizer.kind == kind
+  assert tokenizer.name == kind
   assert ids.dtype == np.int32 and ids.ndim == 1
   assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size <= SUBWORDS.get(kind, 256)
   assert tokenizer.encode("").shape == (0,) and tokenizer.decode([]) == ""
@@ -60,23 +69,23 @@ def test_lossless(tokenizers, kind):
       assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_json_holds_all_of_it(tokenizers, kind):
   tokenizer = tokenizers[kind]
   text = tokenizer.to_json()
   again = tokenizer_from_json(text)
-  assert json.loads(text)["format"] == 1 and json.loads(text)["kind"] == kind
+  assert json.loads(text)["format"] == 1 and json.loads(text)["name"] == kind
   assert again.to_json() == text
-  for name in ("kind", "vocab_size", "start_id", "lossless"):
+  for name in ("name", "vocab_size", "start_id", "lossless"):
     assert getattr(again, name) == getattr(tokenizer, name)
   ids = tokenizer.encode(TEXT)
   np.testing.assert_array_equal(again.encode(TEXT), ids)
   assert again.decode(ids) == tokenizer.decode(ids)
-  twice = train_tokenizer(kind, [TEXT], vocab_size=SUBWORDS.get(kind, 0))
+  twice = train_tokenizer(kind, [TEXT], **helpers.vocabulary(kind, SUBWORDS.get(kind, 0)))
   assert twice.to_json() == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_which_ids_hold_their_text(tokenizers, kind):
   tokenizer = tokenizers[kind]
   assert tokenizer.keeps_text(tokenizer.encode(TEXT)) == (kind != "wordpiece")
@@ -103,13 +112,13 @@ def test_bytes_are_those_of_utf_8():
 
 def test_spaces_are_the_space_and_the_line_end(tokenizers):
   for kind, tokenizer in tokenizers.items():
-    known = kind in CHARACTER_KINDS
+    known = kind in CHARACTER_TOKENIZERS
     assert list(tokenizer.space_ids) == (tokenizer.encode(" \n").tolist() if known else [])
   for text, ids in (("to be", (0,)), ("to\nbe", (0,)), ("tobe", ())):
     assert train_tokenizer("characters", [text]).space_ids == ids
 
 
-@pytest.mark.parametrize("kind", CHARACTER_KINDS)
+@pytest.mark.parametrize("kind", CHARACTER_TOKENIZERS)
 def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
   tokenizer = tokenizers[kind]
   assert tokenizer.character_ends("").tolist() == []
@@ -124,16 +133,15 @@ def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
   "kind, settings, message",
   [
     ("wordpieces", {}, "tokenizer: .*bytes, .*got wordpieces"),
-    ("bpe", dict(lower_text=True), "lower_text: expected False"),
-    ("bpe", dict(lower_pieces=True), "lower_pieces: expected False"),
-    ("bpe", dict(restrict=True), "restrict_vocabulary: expected False"),
-    ("characters", dict(file="vocabulary.txt"), "tokenizer_file: expected none"),
-    *((kind, dict(vocab_size=2**31), "tokenizer_size: expected at most 16,7") for kind in SUBWORDS),
+    ("characters", dict(file="vocabulary.txt"), "tokenizer.file: expected none"),
+    ("bytes", dict(file="vocabulary.txt"), "tokenizer.file: expected none"),
+    *((x, dict(vocab_size=2**31), "tokenizer.vocab_size: .* at most 16,7") for x in SUBWORDS),
+    *((x, dict(vocab_size=0), r"tokenizer.vocab_size: .* at least \d") for x in SUBWORDS),
   ],
 )
 def test_wrong_settings(kind, settings, message):
   with pytest.raises(UserError, match=f"^data.{message}"):
-    train_tokenizer(kind, LINES, **{"vocab_size": 300, **settings})
+    train_tokenizer(kind, LINES, **settings)
 
 
 @pytest.mark.parametrize("kind", SUBWORDS)
@@ -142,7 +150,7 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   file = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
   if content is not None:
     file.write_bytes(content)
-  with pytest.raises(UserError, match=f"^data.tokenizer_file: expected .*{file}"):
+  with pytest.raises(UserError, match=f"^data.tokenizer.file: expected .*{file}"):
     train_tokenizer(kind, [TEXT], file=str(file))
 
 
@@ -151,15 +159,15 @@ def test_file_that_is_no_vocabulary(tmp_path, kind, content):
   [
     ("{", ".*Expecting property name"),
     ("[]", "TypeError"),
-    ('{"kind": "bytes"}', "KeyError.'format'"),
-    ('{"format": 2, "kind": "bytes"}', "a later format than 1: 2"),
-    ('{"format": 1, "kind": "runes"}', "KeyError.'runes'"),
+    ('{"name": "bytes"}', "KeyError.'format'"),
+    ('{"format": 2, "name": "bytes"}', "a later format than 1: 2"),
+    ('{"format": 1, "name": "runes"}', "KeyError.'runes'"),
     ("[" * 10**5, "RecursionError"),
-    ('{"format": 1, "kind": "characters", "characters": "ba"}', "characters that are not sorted"),
-    ('{"format": 1, "kind": "sentencepiece_bpe", "model": "?"}', "Error"),
-    ('{"format": 1, "kind": "sentencepiece_bpe", "model": "AAAA"}', "not a SentencePiece model"),
-    ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "tokenizer: expected one that"),
-    ('{"format": 1, "kind": "wordpiece", "tokenizer": null}', "tokenizer: expected one that"),
+    ('{"format": 1, "name": "characters", "characters": "ba"}', "characters that are not sorted"),
+    ('{"format": 1, "name": "sentencepiece_bpe", "model": "?"}', "Error"),
+    ('{"format": 1, "name": "sentencepiece_bpe", "model": "AAAA"}', "not a SentencePiece model"),
+    ('{"format": 1, "name": "bpe", "tokenizer": {}}', "tokenizer: expected one that"),
+    ('{"format": 1, "name": "wordpiece", "tokenizer": null}', "tokenizer: expected one that"),
   ],
 )
 def test_damaged_json(text, reason):
@@ -177,7 +185,7 @@ def test_spacelike_tokens_are_those_of_the_bytes():
     ids = SpaceByte().resolve(tokenizer)
     tokens = tokenizer.encode(text)
     b = np.asarray(spacelike_boundaries(tokens[None], **ids))[0]
-    found[tokenizer.kind] = b
+    found[tokenizer.name] = b
     assert SpaceByte(**ids).count_segments(tokens[None]) == b.sum()
     assert SpaceByte(space_ids=(4,)).resolve(tokenizer)["space_ids"] == (4,)
   x = np.frombuffer(text.encode(), np.uint8)

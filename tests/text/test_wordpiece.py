@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dpjax.text.tokens import tokenizer_from_json, train_tokenizer
+from dpjax.text.factory import tokenizer_from_json, train_tokenizer
 
 VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] The the cat Cat ##s sat < > un ##k . never".split()
 LINES = [" \n", "The cats sat .\n", "the Cat sat <unk>.\n", "\n", "the the cat \u6f22\n"]
@@ -18,7 +18,9 @@ def file(tmp_path):
 
 def test_restricted_vocabulary_is_in_the_authors_order(file):
   # Cased pieces of each raw line, then lower-cased: "Cat" and "cat" become one.
-  tokenizer = train_tokenizer("wordpiece", LINES, file=file, lower_pieces=True, restrict=True)
+  tokenizer = train_tokenizer(
+    "wordpiece", LINES, file=file, lower_pieces=True, restrict_vocabulary=True
+  )
   pieces = ("the cat ##s sat . the cat sat < un ##k > . the the cat [UNK]").split()
   counts = Counter(pieces)
   order = sorted(counts, key=lambda piece: (-counts[piece], piece))
@@ -63,7 +65,7 @@ def test_lower_pieces_without_restriction(file):
 @pytest.mark.parametrize("lines", ["the\n[UNK]\nthe", "the\ncat"])
 def test_file_with_a_piece_twice_or_without_unknown(tmp_path, lines):
   (tmp_path / "vocab.txt").write_text(lines)
-  with pytest.raises(ValueError, match="data.tokenizer_file: expected a WordPiece"):
+  with pytest.raises(ValueError, match="data.tokenizer.file: expected a WordPiece"):
     train_tokenizer("wordpiece", [], file=str(tmp_path / "vocab.txt"))
 
 
@@ -72,13 +74,15 @@ def test_learned_vocabulary():
   tokenizer = train_tokenizer("wordpiece", chunks, vocab_size=29)
   assert tokenizer.vocab_size <= 29
   assert tokenizer.decode(tokenizer.encode("the cats\nmats")) == "the cats\nmats"
-  with pytest.raises(ValueError, match=r"data.tokenizer_size: expected at least \d\d"):
+  with pytest.raises(ValueError, match=r"data.tokenizer.vocab_size: expected at least \d\d"):
     train_tokenizer("wordpiece", chunks, vocab_size=5)
 
 
 def test_learned_and_restricted():
   chunks = ["the cats sat\n", "The cat's mats\n"] * 5
-  tokenizer = train_tokenizer("wordpiece", chunks, vocab_size=29, lower_pieces=True, restrict=True)
+  tokenizer = train_tokenizer(
+    "wordpiece", chunks, vocab_size=29, lower_pieces=True, restrict_vocabulary=True
+  )
   again = tokenizer_from_json(tokenizer.to_json())
   ids = again.encode("".join(chunks))
   assert set(ids.tolist()) == set(range(3, tokenizer.vocab_size))

@@ -61,7 +61,7 @@ def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
 def from_spaces(batch):
   """The capacity as the run's configuration has it told by the tokens."""
   needed = int((batch["tokens"] == SPACE).sum(axis=1).max()) + 1
-  return next(size for size in ops.capacities(LENGTH + 1, 2) if size >= needed)
+  return next(size for size in ops.bucket_sizes(LENGTH + 1, 2) if size >= needed)
 
 
 @pytest.mark.slow

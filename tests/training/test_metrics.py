@@ -23,7 +23,7 @@ def test_text_scores_by_hand():
 
 def test_a_run_whose_tokenizer_loses_text_reports_no_bits(text, tmp_path, capsys):
   config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
-  config.data.update(dict(tokenizer="wordpiece", tokenizer_size=43, lower_text=True))
+  config.data.tokenizer = dpjax.config.tokenizer("wordpiece", vocab_size=43, lower_text=True)
   with jax.numpy_dtype_promotion("standard"):
     run, scores = dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   known = {"nats_per_token", "perplexity", "perplexity_per_word"}

@@ -333,7 +333,7 @@ def test_openwebtext(site, read):
 
 
 def test_the_mark_between_pages_is_one_token():
-  tokenizer = BytePairs.train(["some text of some pages"], 260)
+  tokenizer = BytePairs.train(["some text of some pages"], vocab_size=260)
   ids = tokenizer.encode(f"text\n{corpora.END_OF_PAGE}\nPage")
   is_mark = ids == tokenizer.encode(corpora.END_OF_PAGE)[0]
   assert is_mark.tolist() == [False] * 5 + [True] + [False] * 5
@@ -501,7 +501,7 @@ def test_documents(tmp_path, name):
   folder.mkdir(parents=True)
   for split in SPLITS:
     (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
-  corpus = load_corpus(name, documents="isolated", data_dir=tmp_path / "data")
+  corpus = load_corpus(name, isolate_documents=True, data_dir=tmp_path / "data")
   assert {x: [*text] for x, text in corpus.splits.items()} == dict.fromkeys(SPLITS, MARKS[name])
   joined = load_corpus(name, data_dir=tmp_path / "data")
   marks = corpus_lib.find_source(name).documents

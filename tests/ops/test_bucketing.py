@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops.bucketing import capacities, run_at_capacity
+from dpjax.ops.bucketing import bucket_sizes, run_in_bucket
 from tests import helpers
 
 # A row a device.
@@ -49,7 +49,7 @@ def capped(inputs, others, weights, needed):
   """The result and its gradients by inputs and parameters."""
 
   def operator(inputs, params):
-    return run_at_capacity(mix, SIZES, needed, inputs, params, *others[1:])
+    return run_in_bucket(mix, SIZES, needed, inputs, params, *others[1:])
 
   result, pull = jax.vjp(operator, inputs, others[0])
   return result, *pull(weights)
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_the_whole(needed):
 @pytest.mark.parametrize("shape", [(3, 7), (3, 7, 2, 5)])
 def test_inputs_have_any_number_of_axes(shape):
   inputs = np.random.default_rng(5).standard_normal(shape, np.float32)
-  result = run_at_capacity(lambda x: 2 * x, (4, 7), jnp.int32(3), inputs)
+  result = run_in_bucket(lambda x: 2 * x, (4, 7), jnp.int32(3), inputs)
   np.testing.assert_array_equal(result[:, :4], 2 * inputs[:, :4])
   assert result.shape == shape and not result[:, 4:].any()
 
@@ -99,7 +99,7 @@ def test_each_branch_works_at_its_size_and_the_backward_pass_again():
 
   @jax.jit
   def forward(inputs, others, needed):
-    return run_at_capacity(mix, SIZES, needed, inputs, *others)
+    return run_in_bucket(mix, SIZES, needed, inputs, *others)
 
   lowered = forward.lower(inputs, others, 5)
   assert lowered.as_text().count("stablehlo.case") == 1
@@ -126,10 +126,10 @@ def test_a_batch_over_devices():
 
 
 def test_capacities_rise_evenly_to_half_of_the_longest():
-  assert capacities(9, 4) == (2, 3, 5, 9) and capacities(3, 5) == (1, 2, 3)
+  assert bucket_sizes(9, 4) == (2, 3, 5, 9) and bucket_sizes(3, 5) == (1, 2, 3)
   for longest in (1, 2, 13, 2049):
     for number in (1, 2, 5):
-      *sizes, last = capacities(longest, number)
+      *sizes, last = bucket_sizes(longest, number)
       assert last == longest and len(sizes) == min(number - 1, -(-longest // 2), longest - 1)
       if sizes:
         steps = np.diff([0, *sizes])
