@@ -15,16 +15,21 @@ operator chooses. The parts:
                  "plain" is a textbook scan over the lags; attention of 1 and 32 heads
   lengths        the same over lengths and small batches: what `choose_implementation` is read from
   attention      causal and relative attention in tiles, base "whole": all weights at once
+  state_space    `selective_state_space` by the size of its chunks, base "attention" of the same
+                 width; "PyTorch" is the chunked form of Mamba-2's paper, all chunks at once
   local          causal attention to the last 256 tokens of 8,192, base "full": to all of them, in
                  tiles; "whole": with all weights at once
   pooling        `pool_segments` and `upsample_segments`, base "dense": the form of the pooling
                  paper's authors, a matrix [B, T, S]. The middle layers at the capacity found on
                  the device, base "padded" (T + 1 positions); "known" is compiled for the capacity
 
-Sources: Dao et al. 2022, arXiv:2205.14135 (tiles); Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
+Sources: Dao et al. 2022, arXiv:2205.14135 (tiles); Dao and Gu 2024, arXiv:2405.21060 (state space);
+Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
+import dataclasses
 import functools
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -206,6 +211,79 @@ def attention(quick: bool) -> Iterator[harness.Case]:
     yield from both(f"{name}, {dtype}" if len(dtypes) > 1 else name, "whole", functions, *arguments)
 
 
+def state_space(quick: bool) -> Iterator[harness.Case]:
+  heads, features, states = (4, 8, 6) if quick else (8, 64, 128)
+  shapes = [(4, 512), (1, 4096)] if ON_CPU else [(32, 512), (4, 4096)]
+  for batch, length in [(2, 48)] if quick else shapes:
+    arguments = [
+      draw(batch, length, heads, features),
+      jax.nn.softplus(draw(batch, length, heads) - 4),
+      -jnp.exp(draw(heads)),
+      *(draw(batch, length, 1, states) + i for i in range(2)),
+    ]
+    functions: dict[str, Callable] = {
+      f"chunks of {size}": functools.partial(ops.selective_state_space, chunk_size=size)
+      for size in ((8, 16) if quick else (32, 64, 128, 256))
+    }
+    functions["default"] = ops.selective_state_space
+    functions["attention"] = lambda x, *_: ops.causal_attention(x, x, x)
+    name = f"state space, B {batch} T {length} H {heads} P {features} N {states}"
+    for case in both(name, "attention", functions, *arguments):
+      programs = dict(case.programs)
+      if ON_CPU and importlib.util.find_spec("torch"):
+        sizes = (8, 16) if quick else (64, 128)
+        for size in sizes:
+          programs[f"PyTorch, chunks of {size}"] = torch_state_space(
+            case.name.endswith("gradient"), size, *arguments
+          )
+      yield dataclasses.replace(case, programs=programs)
+
+
+def torch_state_space(has_gradient: bool, size: int, *arguments: jax.Array) -> harness.Program:
+  """The operator in PyTorch, for lengths that are multiples of the size of a chunk."""
+  import torch
+
+  x, dt, a, b, c = (torch.tensor(np.asarray(z), requires_grad=has_gradient) for z in arguments)
+  batch, length, heads, features = x.shape
+  count = length // size
+
+  def sums_between(decay):
+    """[..., i, j], the sum of decay after j up to i; -inf for j > i."""
+    total = torch.cumsum(decay, -1)
+    lags = total[..., :, None] - total[..., None, :]
+    return lags.masked_fill(~torch.ones(lags.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+
+  def forward():
+    decay = (dt * a).reshape(batch, count, size, heads).permute(0, 3, 1, 2)  # [B, H, C, Q]
+    written = (x * dt[..., None]).reshape(batch, count, size, heads, features)
+    b_bcqn, c_bcqn = (z.reshape(batch, count, size, -1) for z in (b, c))
+    scores = torch.einsum("bcqn,bcsn->bcqs", c_bcqn, b_bcqn)
+    weights = scores[:, None] * torch.exp(sums_between(decay))
+    within = torch.einsum("bhcqs,bcshp->bcqhp", weights, written)
+    total = torch.cumsum(decay, -1)
+    to_end = torch.exp(total[..., -1:] - total).permute(0, 2, 3, 1)
+    states = torch.einsum("bcsn,bcshp->bchpn", b_bcqn, written * to_end[..., None])
+    # From each chunk's end to each later chunk's beginning.
+    over = torch.exp(sums_between(torch.nn.functional.pad(total[..., -1], (1, 0))))[..., :-1, 1:]
+    over = torch.nn.functional.pad(over, (0, 1))[..., :count]
+    before = torch.einsum("bhzc,bchpn->bzhpn", over, states)
+    read = torch.einsum("bcqn,bchpn->bcqhp", c_bcqn, before)
+    result = within + read * torch.exp(total).permute(0, 2, 3, 1)[..., None]
+    return result.reshape(x.shape)
+
+  def run() -> float:
+    start = time.perf_counter()
+    if has_gradient:
+      torch.autograd.grad(forward().sum(), (x, dt, a, b, c))
+    else:
+      forward()
+    return time.perf_counter() - start
+
+  expected = ops.selective_state_space(*arguments)
+  np.testing.assert_allclose(forward().detach().numpy(), expected, rtol=1e-3, atol=1e-3)
+  return harness.Program(run)
+
+
 def local(quick: bool) -> Iterator[harness.Case]:
   batch, length, heads, features, window = (2, 48, 3, 8, 6) if quick else (1, 8192, 2, 64, 256)
   arguments = [draw(batch, length, heads, features) + i for i in range(3)]
@@ -313,5 +391,5 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
 
 
 if __name__ == "__main__":
-  PARTS = (products, shift_and_sum, convolution, lengths, attention, local, pooling)
+  PARTS = (products, shift_and_sum, convolution, lengths, attention, state_space, local, pooling)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="ops")

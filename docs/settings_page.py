@@ -84,7 +84,8 @@ def row(name: str, setting: Setting, text: str) -> str:
   if ranges := ", ".join(f"{words} {limit}" for words, limit in limits if limit is not None):
     text += f" {ranges.capitalize()}."
   if setting.choices:
-    text += f" One of {', '.join(f'`{x}`' for x in setting.choices)}."
+    text += " Or" if setting.value_type is tuple else " One of"
+    text += f" {', '.join(f'`{x}`' for x in setting.choices)}."
   default = None if setting.default is inspect.Parameter.empty else setting.default
   value = repr(default).replace("'", '"') if default != "" else '""'
   type_name = (

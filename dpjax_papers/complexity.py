@@ -5,7 +5,9 @@
 
 l context window, t tokens so far (including the new one), d width, n heads, K levels.
 
-Local attention reads w tokens and a short convolution k of them.
+Local attention reads w tokens and a short convolution k of them. Mamba-2 has expand 2, a state of
+N = 128 features, a convolution of k = 4 tokens, and heads of P = 2d/n features; its counts are
+those of the recurrence, token by token. A logarithm or a root counts as an exponentiation.
 
 Source: "Attention Is Not All You Need Anymore", Sec. 7, Tables 3 to 7, for attention, SHE,
 HE, WE and ME. Its rules, kept for the others too: training is the forward pass over one
@@ -30,7 +32,8 @@ from dpjax.analysis import style
 from dpjax.errors import UserError
 
 EXTRACTORS = ("she", "he", "we", "me")
-REACHES = {"local_attention": 256, "short_convolution": 3}  # by default as in the layers
+REACHES = {"local_attention": 256, "short_convolution": 3, "mamba2": 4}  # as in the layers
+STATE_WIDTH = 128
 MIXERS = ("attention", "dispatcher", "dispatcher_multihead", *EXTRACTORS, *REACHES)
 ONE_HEAD = (*EXTRACTORS, "short_convolution")
 
@@ -92,7 +95,7 @@ parameters=128)
     num_heads: n, a divisor of d; 1 for Extractors and short convolutions, which have none.
     adjustment: whether SHE, HE and WE have Eq. 24.
     output_projection: whether they have Eq. 25. HE without both is its extraction alone.
-    reach: w of local attention, k of a short convolution; None: 256, 3.
+    reach: w of local attention, k of a short convolution and of Mamba-2; None: 256, 3, 4.
 
   Raises:
     ValueError: an argument is out of range, or it is set for a mixer that does not have it.
@@ -133,6 +136,8 @@ parameters=128)
     gated = Counts((reads + 2 * tokens) * width, (reads - tokens) * width, parameters=reach * width)
     linear = _linear(tokens, width)
     return linear + linear + linear + gated + linear
+  if mixer == "mamba2":
+    return _count_mamba2(width, num_heads, reach, tokens, reads)
   if mixer not in EXTRACTORS:  # A Dispatcher's matrix of a head's size is applied to each head.
     is_multihead = mixer == "dispatcher_multihead"
     heads = 1 if is_multihead else num_heads
@@ -154,6 +159,26 @@ parameters=128)
   if mixer != "me" and output_projection:
     counts += linear
   return counts
+
+
+def _count_mamba2(width: int, heads: int, taps: int, tokens: int, reads: int) -> Counts:
+  inner = 2 * width
+  mixed, states = inner + 2 * STATE_WIDTH, inner * STATE_WIDTH
+  parameters = (taps + 1) * mixed + 3 * heads + inner
+  columns = 2 * inner + 2 * STATE_WIDTH + heads
+  counts = Counts(parameters=parameters + width * (columns + inner))
+  counts += Counts(reads * mixed, reads * mixed)  # the convolution with its bias
+  # Each token: matrices, silu of what is mixed, softplus with its bias, decays, states, skip.
+  each = Counts(width * (columns + inner), (width - 1) * columns + (inner - 1) * width)
+  each += Counts(mixed, mixed, mixed, mixed)
+  each += Counts(0, 2 * heads, 0, 2 * heads)
+  each += Counts(heads, 0, 0, heads)
+  each += Counts(inner + 3 * states, states + states - inner)
+  each += Counts(inner, inner)
+  # The gate y silu(z), and the norm with its gain.
+  each += Counts(2 * inner, inner, inner, inner)
+  each += Counts(2 * inner, inner, inner + 1, 1)
+  return counts + Counts(*(tokens * count for count in dataclasses.astuple(each)))
 
 
 def _check_size(name: str, value: object) -> None:
@@ -196,7 +221,8 @@ def table(
   rows["HE, extraction alone"] = count("he", adjustment=False, output_projection=False)
   for mixer, reach in REACHES.items():
     heads = 1 if mixer in ONE_HEAD else num_heads
-    rows[f"{mixer.replace('_', ' ')} of {reach}"] = count(mixer, num_heads=heads)
+    name = "Mamba-2, convolution" if mixer == "mamba2" else mixer.replace("_", " ")
+    rows[f"{name} of {reach}"] = count(mixer, num_heads=heads)
   return rows
 
 

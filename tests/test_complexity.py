@@ -10,6 +10,7 @@ import pytest
 from dpjax import ops
 from dpjax.layers import dispatcher, extractors
 from dpjax.layers.attention import LocalAttention, SelfAttention
+from dpjax.layers.mamba2 import Mamba2
 from dpjax.layers.short_convolution import ShortConvolution
 from dpjax_papers import complexity
 from dpjax_papers.complexity import Counts, count_operations
@@ -136,6 +137,41 @@ def test_what_reads_few_tokens():
     count_operations("local_attention", reach=0, **sizes)
 
 
+def test_mamba2_step_by_step():
+  width, heads, reads = 6, 3, (1, 2, 2)
+  inner, states, done = 2 * width, complexity.STATE_WIDTH, collections.Counter()
+
+  def add(multiplications=0, additions=0, divisions=0, exponentiations=0):
+    done.update(multiplications=multiplications, additions=additions)
+    done.update(divisions=divisions, exponentiations=exponentiations)
+
+  def silu():
+    add(1, 1, 1, 1)
+
+  for taps in reads:
+    for _ in range(2 * inner + 2 * states + heads):
+      add(width, width - 1)
+    for _ in range(inner + 2 * states):
+      add(taps, taps)  # with a bias
+      silu()
+    for _ in range(heads):
+      add(additions=2, exponentiations=2)  # log(1 + exp(dt + bias))
+      add(multiplications=1, exponentiations=1)  # exp(dt a)
+      for _ in range(inner // heads):
+        add(1)  # dt x
+        add(2 * states, states)  # decay s + (dt x) b
+        add(states, states - 1)  # c
+        add(1, 1)  # skip
+        silu()
+        add(3)  # the gate, its square, the gain
+        add(divisions=1)
+    add(0, inner, 1, 1)  # the root of the mean square and epsilon
+    for _ in range(width):
+      add(inner, inner - 1)
+  counts = count_operations("mamba2", length=3, width=width, num_heads=heads, reach=2)
+  assert Counts(**done, parameters=counts.parameters) == counts
+
+
 def test_mixers_in_turn_add_up(capsys):
   sizes = dict(length=7, width=6)
   one, other = count_operations("we", **sizes), count_operations("attention", num_heads=3, **sizes)
@@ -155,6 +191,7 @@ LAYERS = {
   "attention": functools.partial(SelfAttention, num_heads=3, use_bias=False),
   "local_attention": functools.partial(LocalAttention, num_heads=3, use_bias=False),
   "short_convolution": ShortConvolution,
+  "mamba2": functools.partial(Mamba2, head_width=8),  # 2 * 12 // 3
   "dispatcher": functools.partial(dispatcher.Dispatcher, num_heads=3),
   "dispatcher_multihead": functools.partial(dispatcher.MultiHeadDispatcher, num_heads=3),
 } | {mixer: getattr(extractors, mixer.upper()) for mixer in complexity.EXTRACTORS}

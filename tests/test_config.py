@@ -10,7 +10,7 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax.config import schema, sections
+from dpjax.config import loading, schema, sections
 
 
 def changed(settings: dict):
@@ -141,6 +141,10 @@ REFUSED = [
   ("train.eval_every_epochs", 2.0**31, r"expected fewer than 2\*\*31 steps, got 2147"),
   ("eval.stride", 513, "expected at most the window 512, got 513"),
   ("data.mixture", "a=1", "expected '' unless train.sampling = random_windows, got a=1"),
+  # Rates by stage.
+  ("train.stage_multipliers", (3.0, 1.5), r"expected \(\) or auto or 1 numbers of .*, got \(3.0, "),
+  ("train.stage_multipliers", (-1.0,), "expected .* 1 numbers of at least 0, one for each stage"),
+  ("train.stage_multipliers", "aut", "expected one of auto, got aut; did you mean auto?"),
   # Of a component by its name.
   ("train.schedule=cosine min_ratio", 1.5, r"expected a number in \[0, 1\], got 1.5"),
   ("train.schedule=constant min_ratio", 0.1, "expected a setting of constant, got an unkn"),
@@ -180,6 +184,23 @@ def test_what_cannot_run_is_refused(where, value, message):
     config_lib.check(changed(settings))
 
 
+def test_stage_multipliers_auto_is_the_rule_of_the_paper():
+  config = changed({"model.boundaries": "routing", "model.boundaries.factor": 3.0})
+  config.train.stage_multipliers = "auto"
+  config.model.width, n = 40, 4.6
+  assert config_lib.stage_multipliers(config) == pytest.approx((n**0.5, (n / 3) ** 0.5))
+  config.model.middle = config_lib.middle(config_lib.boundaries("gumbel", prior=0.5), width=60)
+  config.model.middle.middle = config_lib.middle(width=100)
+  # D^S / D^s is 100 / 40, 100 / 60 and 1.
+  expected = [(n * 2.5) ** 0.5, (n / 3 * 100 / 60) ** 0.5, (n / 6) ** 0.5]
+  config = config_lib.from_dict(config.to_dict())
+  assert config_lib.stage_multipliers(config) == pytest.approx(expected)
+  config, _ = loading.override(config, ["--config.train.stage_multipliers=3,1.5,0.5"])
+  assert config_lib.stage_multipliers(config) == (3.0, 1.5, 0.5)
+  config, _ = loading.override(config, ["--config.train.stage_multipliers=auto"])
+  assert config.train.stage_multipliers == "auto"
+
+
 ODD_HEADS = {"model.width": 21, "model.mixer": "attention", "model.mixer.num_heads": 3}
 MIXED = {
   "model.boundaries": "fixed",
@@ -196,6 +217,11 @@ TOGETHER = [
     {"model.boundaries": config_lib.boundaries("gumbel", space_ids=(8,)), "model.vocab_size": 9},
     {"model.vocab_size": 8},
     "model.boundaries.space_ids: .* = 8, got",
+  ),
+  (
+    {"model.boundaries": "whitespace"},
+    {"train.stage_multipliers": "auto"},
+    "train.stage_multipliers: expected numbers with model.boundaries = whitespace, which have no",
   ),
   ({"data.isolate_documents": True}, {"eval.max_tokens": 50}, "eval.max_tokens: .* 0 .*, got 50"),
   ({}, {"train.num_steps": 5}, "train.num_steps, train.num_epochs: .* 5 steps and 60.0 epochs"),

@@ -50,6 +50,7 @@ def scheduled_rate(text):
   config = helpers.pooled_config(text, "gumbel")
   config.model.mixer = "short_convolution"
   config.model.boundaries.target_schedule = (0.9, 5)
+  config.train.stage_multipliers = (2.0, 0.5)
   return config, {}
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
   from dpjax.config.rules import check_sampling as check_sampling
   from dpjax.config.rules import check_seed as check_seed
   from dpjax.config.rules import idle_mixers as idle_mixers
+  from dpjax.config.rules import stage_multipliers as stage_multipliers
   from dpjax.config.rules import steps_in as steps_in
   from dpjax.config.sections import boundaries as boundaries
   from dpjax.config.sections import default as default

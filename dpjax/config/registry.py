@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
   Attributes:
     minimum, above, maximum, below: limits, of which `above` and `below` are excluded.
-    choices: the values of a setting that has a few.
+    choices: the values of a setting that has a few; of a tuple, texts that may take its place.
     is_free: whether a run may resume with another value.
     type: float, int, str, bool or tuple; None: that of the default.
     is_optional: whether it may be None.
@@ -86,10 +86,12 @@ class Setting(NamedTuple):
       raise self._wrong_type(key, "None")
     expected_type = self.value_type
     is_number = expected_type is float and _is_real(value)
+    if self.choices and isinstance(value, str):
+      if value not in self.choices:
+        raise errors.unknown(key, self.choices, value)
+      return value
     if type(value) is not expected_type and not is_number:
       raise self._wrong_type(key, repr(value))
-    if self.choices and value not in self.choices:
-      raise errors.unknown(key, self.choices, value)
     if is_number and not abs(value) <= _MAX_FLOAT:
       raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
     if expected_type is int and self.below is None and not abs(value) < 2**31:
@@ -109,6 +111,8 @@ class Setting(NamedTuple):
     try:
       if self.is_optional and text == "None":
         return None
+      if text in self.choices:
+        return text
       if self.value_type is bool:
         return _BOOLS[text.lower()]
       if self.value_type is tuple:

@@ -9,6 +9,8 @@ from dpjax.config import registry, schema, sections
 from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 
+_BYTES_PER_TOKEN = 4.6  # of GPT-2
+
 
 def check(config: Any) -> None:
   """A `UserError` for the first setting that is unknown, out of range, or contradicts another."""
@@ -16,6 +18,7 @@ def check(config: Any) -> None:
   model, data, train = config.model, config.data, config.train
   check_model(model)
   _check_training(train)
+  stage_multipliers(config)
   max_length = model.max_length
   # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
   max_levels = max(1, (max_length - (not sections.is_pooled(model))).bit_length())
@@ -63,9 +66,7 @@ def check_ids(model: Mapping) -> None:
 def _check_stage(key: str, stage: Mapping) -> None:
   """Checks one stage of pooling, or a model without pooling."""
   name, types = stage["boundaries"]["name"], registry.boundaries
-  supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
-  supplied["predictor_width"] = stage["feed_forward_width"]
-  boundaries = types.build(stage["boundaries"], f"{key}.boundaries", **supplied)
+  boundaries = _build_boundaries(key, stage)
   suited = [x for x in types.names() if x == "none" or types.component(x).suits_segments]
   expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
   is_valid = key == "model" or name in suited and not boundaries.samples_in_eval
@@ -86,6 +87,51 @@ def _check_stage(key: str, stage: Mapping) -> None:
     _expect(value == default, f"{key}.{name}", expected, value)
   expected = f"None with {key}.boundaries = none"
   _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
+
+
+def _build_boundaries(key: str, stage: Mapping) -> Any:
+  supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
+  supplied["predictor_width"] = stage["feed_forward_width"]
+  return registry.boundaries.build(stage["boundaries"], f"{key}.boundaries", **supplied)
+
+
+def stage_multipliers(config: Any) -> tuple[float, ...]:
+  """The factors of the learning rate of each stage, the outermost first; () for none.
+
+  Those of "auto" are, for stages s = 0 .. S of width D^s, with N^s vectors in a segment, N^S = 1,
+
+    sqrt(N_GPT (prod over i >= s of N^i) / (prod over i of N^i) (D^S / D^s))
+
+  where N_GPT = 4.6 is the number of bytes in a token of GPT-2. An inner stage has fewer vectors in
+  a batch, and so a lower rate. The rule is for tokens that are bytes or characters.
+
+  Raises:
+    UserError: there are more or fewer factors than stages, or, with "auto", the settings of some
+      boundaries do not tell their rate (`dpjax.layers.Boundaries.segment_length`).
+
+  Source: Hwang et al. 2025, arXiv:2507.07955.
+  """
+  name, value = "train.stage_multipliers", config["train"]["stage_multipliers"]
+  stages = schema.stages_in(config["model"])
+  pooled = {key: stage for key, stage in stages.items() if schema.is_pooled(stage)}
+  if not value:
+    return ()
+  if value != "auto":
+    is_valid = len(value) == len(pooled) + 1
+    is_valid = is_valid and all(type(x) in (int, float) and 0 <= x < math.inf for x in value)
+    expected = f"() or auto or {len(pooled) + 1} numbers of at least 0, one for each stage"
+    _expect(is_valid, name, expected, value)
+    return tuple(map(float, value))
+  widths = [stage["width"] for stage in stages.values()]
+  widths += widths[-1:] * (len(widths) == len(pooled))  # The innermost has no section of its own.
+  lengths = [1.0]  # bytes in a vector of each stage
+  for key, stage in pooled.items():
+    length = _build_boundaries(key, stage).segment_length
+    expected = f"numbers with {key}.boundaries = {stage['boundaries']['name']}, which have no rate"
+    _expect(length, name, expected, value)
+    lengths.append(lengths[-1] * length)
+  pairs = zip(lengths, widths, strict=True)
+  return tuple(math.sqrt(_BYTES_PER_TOKEN / n * widths[-1] / width) for n, width in pairs)
 
 
 def _is_ours(mixer: Mapping) -> bool:

@@ -118,6 +118,12 @@ _TRAIN = {
   "num_epochs": S(60.0, "passes over the train split; 0 with train.num_steps"),
   "optimizer": Component(registry.optimizers, "adam", "the update rule"),
   "learning_rate": S(1e-4, "the peak of the schedule", 0),
+  "stage_multipliers": S(
+    (),
+    "factors of the learning rate of each stage, the outermost first, of a model with token "
+    "pooling; auto: H-Net's rule, see `dpjax.config.stage_multipliers`",
+    choices=("auto",),
+  ),
   "schedule": Component(registry.schedules, "constant", "of the learning rate"),
   "grad_clip_norm": S(0.5, "the largest global norm of the gradient; 0: no clipping", 0),
   "weight_decay_mask": choice(

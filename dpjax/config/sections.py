@@ -39,7 +39,7 @@ class Section(ConfigDict):
       value = component(_REGISTRIES[key], value, key)
     elif isinstance(self.get(key), Section) and type(value) is ConfigDict:
       value = Section(value)
-    if key == "mixer":  # from one to several, or back
+    if key in ("mixer", "stage_multipliers"):  # from one to several, or back
       with self.ignore_type():
         super().__setitem__(key, value)
     else:

@@ -104,6 +104,11 @@ class Boundaries(nn.Module):
     super().__post_init__()
 
   @property
+  def segment_length(self) -> float | None:
+    """The mean number of vectors in a segment that the settings aim at; None if they do not."""
+    return None
+
+  @property
   def samples_in_eval(self) -> bool:
     """Whether it also draws boundaries in evaluation."""
     return False
@@ -235,6 +240,10 @@ class Fixed(Boundaries):
     return BoundaryOutput(
       ops.fixed_boundaries(*rule, num_before=num_before, document_starts=document_starts)
     )
+
+  @property
+  def segment_length(self) -> float:
+    return self.shortening_factor
 
   def max_segments(self, length: int) -> int:
     first = self.shortening_factor - 1 if self.offset is None else self.offset

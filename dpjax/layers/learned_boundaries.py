@@ -151,6 +151,10 @@ class Gumbel(_Predicted):
     super().__post_init__()
 
   @property
+  def segment_length(self) -> float:
+    return 1 / self.prior
+
+  @property
   def samples_in_eval(self) -> bool:
     return self.sample
 
@@ -244,6 +248,10 @@ class Routing(Boundaries):
     check_target(self, "factor", "above 1", lambda x: 1 < x < math.inf)
     arrays.number("weight", self.weight, "at least 0", lambda x: 0 <= x < math.inf)
     super().__post_init__()
+
+  @property
+  def segment_length(self) -> float:
+    return self.factor
 
   def setup(self):
     """Initialises the router to the cosine of neighbouring vectors, and the residual to 0."""

@@ -173,6 +173,8 @@ def make_step_spec(
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
     optimizer = optimizers.build_optimizer(settings, num_steps)
+  if multipliers := config_lib.stage_multipliers(config):
+    optimizer = optimizers.scale_by_stage(optimizer, multipliers)
   return loop.TrainStepSpec(
     model,
     optimizer,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
   from dpjax.training.metrics import text_scores as text_scores
   from dpjax.training.optimizer import build_optimizer as build_optimizer
   from dpjax.training.optimizer import make_optimizer as make_optimizer
+  from dpjax.training.optimizer import scale_by_stage as scale_by_stage
   from dpjax.training.sharding import make_mesh as make_mesh
   from dpjax.training.sharding import put_batch as put_batch
   from dpjax.training.step import TrainState as TrainState

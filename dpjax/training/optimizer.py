@@ -1,7 +1,7 @@
 """Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from dpjax.config import registry
 from dpjax.errors import UserError
 from dpjax.models.build import frozen_path
 from dpjax.models.stack import is_stacked
+
+_UNDECAYED = "scale", "gain", "bias", "a_log", "skip", "null_group"  # the ends of names
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
@@ -33,21 +35,18 @@ def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformat
   return _build(train["optimizer"], "train.optimizer", train["grad_clip_norm"], **arguments)
 
 
-_NOT_DECAYED = "scale", "bias", "null_group", "a_log", "skip", "gain"
-
-
 def decays(params: Any) -> Any:
   """The mask for weight decay of matrices: a tree of bools.
 
-  False for norms and biases (names that end with "scale" or "bias"), for the tables of tokens and
-  positions, tied or not, for the null group, and for the vectors of Mamba-2. True for all others,
-  also convolution taps.
+  False for norms and biases (names that end with "scale", "gain" or "bias"), for Mamba-2's decays
+  and skip, for the tables of tokens and positions, tied or not, and for the null group. True for
+  all others, also convolution taps.
   """
 
   def is_decayed(path, leaf):
     names = _names(path)
     is_table = "embedding" in (names[0], names[-1])
-    return not (is_table or names[-1].endswith(_NOT_DECAYED))
+    return not (is_table or names[-1].endswith(_UNDECAYED))
 
   return jax.tree.map_with_path(is_decayed, params)
 
@@ -106,6 +105,42 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
   return optax.GradientTransformationExtraArgs(
     lambda params: update.init(trained(params)), update_trained
   )
+
+
+def scale_by_stage(
+  update: Any, multipliers: Sequence[float]
+) -> optax.GradientTransformationExtraArgs:
+  """An update rule whose updates are multiplied by a number for each stage of a model.
+
+    scale_by_stage(optax.adamw(1e-3), (3.0, 1.7, 0.9))
+
+  For rules whose updates are proportional to the learning rate, these are factors of that rate. The
+  first is of the embedding, the logits and all else outside of a middle; the second of the middle,
+  and of the null group, norm and projections around it; the third of the middle's middle. The
+  boundaries belong to the stage whose vectors they read. The state is that of `update`.
+
+  Raises:
+    ValueError: there are more or fewer multipliers than stages.
+
+  Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
+  """
+
+  def update_scaled(updates, state, params=None, **extra):
+    stages = jax.tree.map_with_path(lambda path, _: _stage(_names(path)), updates)
+    if (count := 1 + max(jax.tree.leaves(stages), default=0)) != len(multipliers):
+      raise UserError(f"multipliers: expected {count}, one for each stage, got {multipliers}")
+    updates, state = update.update(updates, state, params, **extra)
+    return jax.tree.map(lambda x, stage: x * multipliers[stage], updates, stages), state
+
+  return optax.GradientTransformationExtraArgs(update.init, update_scaled)
+
+
+def _stage(names: Sequence[str]) -> int:
+  """The stage of a parameter, 0 for the outermost."""
+  if names[0] != "hourglass":
+    return 0
+  is_inner = [name.startswith("middle") or name == "null_group" for name in names[1:]]
+  return [*is_inner, False].index(False)
 
 
 def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:

@@ -15,6 +15,7 @@ from optax import contrib
 import dpjax
 from dpjax import config as config_lib
 from dpjax.config import registry
+from dpjax.run import training
 from dpjax.training import checkpoints, optimizer, sharding
 from dpjax.training import step as step_lib
 from tests import helpers
@@ -126,6 +127,7 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
 
 
 POOLING, STACK = "hourglass/(middle/)?", r"(first|last|middle)/((period|rest)/place_\d+/)?"
+STAGES = "hourglass/", "hourglass/middle/"
 # Of a model with everything: the first of the axes that Muon takes, or None; whether it decays.
 MASKS = [
   ("embedding/.*", None, False),
@@ -135,7 +137,7 @@ MASKS = [
   (f"{POOLING}boundary_predictor/(hidden|residual)/kernel", 0, True),
   (f"{POOLING}boundary_predictor/(out/kernel|query|key)", None, True),  # out: [F, 1]
   (f"{POOLING}middle_(in|out)", None, True),
-  (".*(scale|bias|null_group|mixer/(a_log|skip|gain))", None, False),
+  (".*(scale|gain|bias|a_log|skip|null_group)", None, False),
 ]
 
 
@@ -143,7 +145,8 @@ MASKS = [
 def test_masks_of_a_model_with_everything(kinds):
   outer, inner = (config_lib.boundaries(name, num_buckets=2) for name in kinds)
   names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
-  every = [helpers.component(registry.mixers, x, num_heads=2, head_width=4) for x in names]
+  sizes = dict(num_heads=2, head_width=4)
+  every = [helpers.component(registry.mixers, x, **sizes) for x in names]
   config = helpers.model_settings(
     tuple(every), outer, activation="swiglu", positions="learned", num_layers=len(every) + 1
   )
@@ -164,6 +167,8 @@ def test_masks_of_a_model_with_everything(kinds):
     others = None if first is None else (first, tuple(range(first + 1, x.ndim)))
     assert (of_muon and tuple(of_muon)) == others, name
     assert is_decayed == expected, name
+    stage = sum(name.startswith((f"{x}middle", f"{x}null_group")) for x in STAGES)
+    assert optimizer._stage(name.split("/")) == stage, name
 
 
 @pytest.mark.slow
@@ -221,6 +226,59 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
   chex.assert_trees_all_equal(found, expected)
   is_alike = jax.tree.map(lambda x, y: bool(np.array_equal(x, y)), found, everywhere)
   assert is_alike == mask
+
+
+def staged_params():
+  """Two stages of pooling, as models have them, with the stage of each parameter."""
+  inner = {"first": {"k": 1}, "boundary_predictor": {"query": 1}, "null_group": 2}
+  inner |= {"middle": {"layers": {"kernel": 2}}, "middle_in": 2, "last": {"middle": 1}}
+  outer = {"middle": inner, "middle_norm": {"scale": 1}, "middle_out": 1, "first": {"kernel": 0}}
+  outer |= {"boundary_predictor": {"residual": {"kernel": 0}}, "null_group": 1, "last": {"k": 0}}
+  stages = {"hourglass": outer, "logits": {"kernel": 0}, "embedding": {"middle": 0}}
+  return jax.tree.map(lambda _: jnp.ones((3, 5)), stages), stages
+
+
+MULTIPLIERS = (3.0, 0.5, 0.125)
+
+
+@pytest.mark.parametrize(
+  "name, settings",
+  [("adamw", dict(weight_decay=0.3)), ("sgd", dict(momentum=0.9)), ("muon", dict(ns_steps=2))],
+)
+def test_scale_by_stage_multiplies_the_updates_of_each_stage(name, settings):
+  params, stages = staged_params()
+  params = jax.tree.map_with_path(
+    lambda path, x: jnp.cos(len(str(path)) + jnp.arange(15.0).reshape(x.shape)), params
+  )
+  plain = optimizer.make_optimizer(name, 0.1, **settings)
+  scaled = optimizer.scale_by_stage(plain, MULTIPLIERS)
+  states = plain.init(params), scaled.init(params)
+  chex.assert_trees_all_equal(*states)
+  for power in (2, 3):
+    grads = jax.tree.map(lambda x, p=power: x**p - 0.2, params)
+    expected, plain_state = jax.jit(plain.update)(grads, states[0], params)
+    found, scaled_state = jax.jit(scaled.update)(grads, states[1], params)
+    states = plain_state, scaled_state
+    chex.assert_trees_all_equal(*states)
+    expected = jax.tree.map(lambda x, stage: x * MULTIPLIERS[stage], expected, stages)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+  for wrong in (MULTIPLIERS[:2], (*MULTIPLIERS, 1.0)):
+    with pytest.raises(ValueError, match="^multipliers: expected 3, one for each stage, got"):
+      optimizer.scale_by_stage(plain, wrong).update(grads, plain_state, params)
+
+
+def test_stage_multipliers_of_a_configuration_reach_the_update():
+  config = config_lib.default()
+  config.model = helpers.model_settings(boundaries=config_lib.boundaries("fixed"))
+  config.model.middle = config_lib.middle("routing", width=8)
+  config.train.update(optimizer="sgd", learning_rate=0.1, grad_clip_norm=0.0)
+  params, stages = staged_params()
+  for value, expected in (((), (1.0, 1.0, 1.0)), (MULTIPLIERS, MULTIPLIERS)):
+    config.train.stage_multipliers = value
+    update = training.make_step_spec(config, None, 7).optimizer
+    moved, _ = update.update(params, update.init(params), params)
+    found = jax.tree.map(lambda x: float(x[0, 0] / -0.1), moved)
+    chex.assert_trees_all_close(found, jax.tree.map(lambda x, e=expected: e[x], stages), rtol=1e-6)
 
 
 def any_state(*leaves):
