@@ -47,7 +47,7 @@ MIXERS = {
   "he's extraction": (partial(layers.HE, adjustment=False, output_projection=False), {}),
 }
 # The others share the code of these; by default they are asked what sets them apart.
-DEFAULT = ("dispatcher", "attention", "relative attention", "she", "we")
+DEFAULT = ("dispatcher", "attention", "relative attention", "we")
 APART = {
   "dispatcher of three levels": ("causality", "chunks"),
   "multihead": ("causality", "dropout", "gradients"),
@@ -58,8 +58,9 @@ APART = {
   "rotary local attention": ("tokens",),
   "short convolution": ("causality", "chunks", "documents", "gradients"),
   "mamba2": ("causality", "chunks", "documents", "gradients"),
-  "he": ("causality", "bfloat16", "gradients"),
-  "me": ("causality", "gradients", "single_position"),
+  "she": ("bfloat16", "chunks", "gradients"),
+  "he": ("causality", "gradients"),
+  "me": ("gradients", "single_position"),
   "he's extraction": ("gradients",),
 }
 
