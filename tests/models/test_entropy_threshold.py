@@ -32,7 +32,7 @@ def make_frozen(mixer="dispatcher", boundaries="none", **changes):
 def make(frozen, **own):
   own = dict(run="a", theta=0.0, num_buckets=2) | own
   kind = config_lib.boundaries("entropy_threshold", **own)
-  config = helpers.model_settings("relative_attention", kind, first=ONE, last=ONE, **ONE)
+  config = helpers.model_settings("me", kind, first=ONE, last=ONE, **ONE)
   return dpjax.build_model(config, frozen)
 
 

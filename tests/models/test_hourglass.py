@@ -47,11 +47,9 @@ def results(model):
   return jax.jit(jax.grad(loss, has_aux=True))
 
 
-def slow(*values):
-  return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("mixer", ["me", *slow("dispatcher", "relative_attention")])
+@pytest.mark.parametrize(
+  "mixer", [helpers.slow_unless(x == "me", x) for x in ("me", "dispatcher", "relative_attention")]
+)
 def test_no_capacity_changes_values_or_gradients(mixer):
   one, three = (make("entropy", mixer, number) for number in (1, 3))
   params = draw_params(one)
@@ -105,7 +103,8 @@ def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
   assert_close(output.logits[0], given(boundaries=GIVEN).logits[0])
 
 
-@pytest.mark.parametrize("kind", ["gumbel", *slow("entropy", "unigram")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gumbel", "entropy", "unigram"])
 def test_the_loss_of_the_tokens_teaches_gumbels_predictor_alone(kind):
   model = make(kind)
   options = dict(boundary_noise=NOISE) if kind == "gumbel" else {}

@@ -1,28 +1,32 @@
 """Whole models without pooling: their parts, forms that change nothing, and their randomness."""
 
+import json
 from functools import partial
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import dpjax
 from dpjax import config as config_lib
 from dpjax import layers, models
-from dpjax.layers import embeddings
+from dpjax.run import numpy_model
 from tests import helpers
-from tests.reference import transformer
 
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 2
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
-def make(mixer="dispatcher", boundaries="none", **changes):
+def configure(mixer="dispatcher", boundaries="none", **changes):
   usual = dict(vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
   usual |= dict(positions="sinusoidal", activation="relu")
-  return dpjax.build_model(helpers.model_settings(mixer, boundaries, **usual | changes))
+  return helpers.model_settings(mixer, boundaries, **usual | changes)
+
+
+def make(mixer="dispatcher", boundaries="none", **changes):
+  return dpjax.build_model(configure(mixer, boundaries, **changes))
 
 
 def random_key(seed):
@@ -71,10 +75,12 @@ def test_scan_and_remat_change_nothing(settings, change):
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
 
 
+# Layers of which whole periods and a part of one are there.
+THREE = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
+
+
 def in_turn(**changes):
-  """Layers of which whole periods and a part of one are there."""
-  mixers = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
-  return make(mixers, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
+  return make(THREE, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
 
 
 def make_block():
@@ -93,31 +99,6 @@ def test_a_stack_by_hand():
     models.Stack(0, make_block())
   with pytest.raises(ValueError, match="^layers, hourglass: expected one of them, got neither"):
     models.LanguageModel(VOCAB, 6, 7).init_cache(2)
-
-
-def test_layers_have_their_mixers_in_turn():
-  model = in_turn(dropout=0.0)
-  params = draw_params(model)
-  assert {*params["layers"]} == {"period", "rest"} and len(params["layers"]["rest"]) == 2
-  blocks = model.layers.blocks
-  assert [type(x.mixer) for x in blocks] == [
-    *(dpjax.layers.Dispatcher, dpjax.layers.WE, dpjax.layers.RelativeAttention)
-  ]
-
-  @jax.jit
-  def run(params):
-    unstacked = model.unstack(params)["layers"]
-    embedding = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "sinusoidal")
-    x_btd = embedding.apply({"params": params["embedding"]}, TOKENS)
-    variables = {"params": params["relative_positions"]}
-    shared = model.relative_positions.apply(variables, LENGTH, WIDTH)
-    assert len(unstacked) == 5
-    for i in range(5):
-      positions = dict(positions=shared) if i % 3 == 2 else {}
-      x_btd = blocks[i % 3].apply({"params": unstacked[str(i)]}, x_btd, **positions)
-    return model.apply({"params": params}, TOKENS).hidden, x_btd
-
-  np.testing.assert_allclose(*run(params), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -167,64 +148,33 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
   assert 0.09 < abs(kernel).max() <= 0.1 and not first["logits"]["bias"].any()
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_is_embedding_then_blocks_then_logits_and_causal(norm):
-  model = make(norm_position=norm, positions="learned")
-  params = draw_params(model)
-  assert ("final_norm" in params) == (norm == "pre")
+ROTARY = config_lib.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
+EQUATIONS = {
+  "post": dict(positions="learned", activation="gelu"),
+  "pre": dict(norm_position="pre"),
+  "in turn": dict(mixer=THREE, num_layers=5),
+  "modern": dict(mixer=ROTARY, width=12, norm_position="pre", positions="none")
+  | dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False),
+}
 
-  @jax.jit
-  def by_hand(params):
-    layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
-    x_btd = layer.apply({"params": params["embedding"]}, TOKENS)
-    for index in range(LAYERS):
-      each = jax.tree.map(lambda x: x[index], params["layers"])  # noqa: B023
-      x_btd = model.layers.block.apply({"params": each}, x_btd)
-    if norm == "pre":
-      x_btd = layers.Norm().apply({"params": params["final_norm"]}, x_btd)
-    return x_btd @ params["logits"]["kernel"] + params["logits"]["bias"][None, None]
 
-  expected = by_hand(params)
+@pytest.mark.parametrize("case", EQUATIONS)
+def test_a_model_is_its_equations_and_causal(case):
+  config = configure(**EQUATIONS[case])
+  model = dpjax.build_model(config)
+  params = helpers.draw_params(model, 8, 1 / 3)
   apply = partial(jax.jit(model.apply), {"params": params})
+  settings = json.loads(json.dumps(config.to_dict()))
+  exact = {name: np.float64(x) for name, x in flatten_dict(params, sep=".").items()}
   whole = apply(TOKENS).logits
-  np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+  expected = [numpy_model.forward(row, exact, settings) for row in TOKENS]
+  np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
   for position in (0, 3):
     changed = TOKENS.copy()
     changed[0, position] = (changed[0, position] + 1) % VOCAB
-    differs_bt = (apply(changed).logits != whole).any(axis=-1)
+    differs_bt = (abs(apply(changed).logits - whole) > 1e-5).any(axis=-1)
     np.testing.assert_array_equal(differs_bt[0], np.arange(LENGTH) >= position)
     assert not differs_bt[1].any()
-
-
-HEADS, BASE = 3, 30.0
-MODERN = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-
-
-def make_modern(mixer="attention", **changes):
-  if mixer == "attention":
-    mixer = config_lib.mixer("attention", num_heads=HEADS, use_bias=False, rotary_base=BASE)
-  settings = dict(width=12, num_layers=2, norm_position="pre", positions="none") | MODERN
-  model = make(mixer, **settings | changes)
-  return model, helpers.draw_params(model, 8, 1 / 3)
-
-
-def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
-  model, params = make_modern()
-  names = {path[-1].key for path, _ in jax.tree.leaves_with_path(params)}
-  assert names == {"embedding", "kernel", "scale"} and "logits" not in params
-  exact = jax.tree.map(np.float64, params)
-  table = exact["embedding"]["tokens"]["embedding"]
-  x = table[TOKENS]
-  for i in range(2):
-    layer = jax.tree.map(lambda leaf: leaf[i], exact["layers"])  # noqa: B023
-
-    def mix(x):
-      return transformer.rotary_attention(x, layer["mixer"], HEADS, BASE)  # noqa: B023
-
-    x = transformer.block(x, layer, mix, "pre", "swiglu", transformer.rms_norm)
-  expected = transformer.rms_norm(x, exact["final_norm"]) @ table.T
-  output = jax.jit(model.apply)({"params": params}, TOKENS)
-  np.testing.assert_allclose(output.logits, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
