@@ -66,7 +66,7 @@ CASES = {
       dict(name="fixed", shortening_factor=3),
       ("short_convolution", mixer("attention")),
       ("dispatcher", mixer("local_attention", window=3)),
-      num_layers=5,
+      num_layers=3,
     ),
     "steps",
   ),
