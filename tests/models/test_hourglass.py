@@ -47,9 +47,8 @@ def results(model):
   return jax.jit(jax.grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize(
-  "mixer", [helpers.slow_unless(x == "me", x) for x in ("me", "dispatcher", "relative_attention")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["me", "dispatcher", "relative_attention"])
 def test_no_capacity_changes_values_or_gradients(mixer):
   one, three = (make("entropy", mixer, number) for number in (1, 3))
   params = draw_params(one)
