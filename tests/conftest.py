@@ -36,13 +36,20 @@ gc.freeze()
 gc.set_threshold(100_000)
 
 
+def is_beside(path: pathlib.Path) -> bool:
+  """Whether the file tests what stands beside the package, which is left to CI."""
+  return path.parent.name in ("benchmarks", "reproduce")
+
+
+def pytest_ignore_collect(collection_path, config):
+  """Imports nothing of which no test runs."""
+  return is_beside(collection_path) and config.option.markexpr == "not slow" or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-  """Leaves the tests of what stands beside the package to CI."""
-  beside = [pathlib.Path(__file__).parent / name for name in ("benchmarks", "reproduce")]
-  for item in items:
-    if any(item.path.is_relative_to(folder) for folder in beside):
-      item.add_marker(pytest.mark.slow)
+  for item in filter(lambda item: is_beside(item.path), items):
+    item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

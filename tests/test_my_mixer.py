@@ -219,9 +219,12 @@ class RGLRU(nn.Module):
     return jnp.zeros((batch, width), jnp.float32)
 
 
-def test_right_mixers_are_taken():
+@pytest.mark.slow
+def test_a_right_mixer_is_taken():
   testing.check_mixer(RGLRU)
 
+
+def test_a_mixer_that_begins_as_zeros_is_taken():
   class Gaps(Decay):
     """Reads the positions t and t - 4, by a kernel that begins as zeros."""
 

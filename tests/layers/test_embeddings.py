@@ -5,7 +5,6 @@ import pytest
 
 from dpjax.layers import embeddings
 from tests import helpers
-from tests.reference import transformer
 
 VOCAB, WIDTH, MAX_LENGTH = 11, 6, 7
 TOKENS = np.array([[3, 10, 0, 3, 7], [5, 1, 2, 8, 4]])
@@ -17,6 +16,13 @@ def apply(positions="sinusoidal", tokens=TOKENS, **settings):
   return output, variables["params"]
 
 
+def sinusoids(places, width):
+  """[..., width]: the sine and the cosine of t / 10000 ** (2i / D) by turns."""
+  angle = np.asarray(places)[..., None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+  pairs = np.stack([np.sin(angle), np.cos(angle)], -1)
+  return pairs.reshape(*np.shape(places), -1)[..., :width]
+
+
 def test_sinusoidal_positions_are_the_authors():
   with np.load(helpers.ROOT / "tests/golden/A_dispatcher_nhead1_L16.npz") as golden:
     expected = golden["buf/pos_encoder.pe"][:, 0]
@@ -25,7 +31,7 @@ def test_sinusoidal_positions_are_the_authors():
   np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
   # Of an odd width, too.
   table = embeddings.sinusoidal_positions(13, 5)
-  np.testing.assert_allclose(table, transformer.positions(13, 5), atol=1e-6)
+  np.testing.assert_allclose(table, sinusoids(np.arange(13), 5), atol=1e-6)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])
@@ -33,7 +39,7 @@ def test_tokens_and_learned_positions_are_scaled_and_sinusoidal_ones_are_not(pos
   output, params = apply(positions)
   expected = params["tokens"]["embedding"][TOKENS]
   if positions == "sinusoidal":
-    expected = np.sqrt(6) * expected + transformer.positions(5, WIDTH)[None]
+    expected = np.sqrt(6) * expected + sinusoids(np.arange(5), WIDTH)[None]
   if positions == "learned":
     places = params["positions"]
     assert places.shape == (MAX_LENGTH, WIDTH) and places.dtype == jnp.float32
@@ -76,10 +82,7 @@ def test_sinusoidal_positions_go_on(width):
   rows, _ = positions_from(start, width=width)
   assert rows.dtype == jnp.float32
   place = np.array(start)[..., None] + np.arange(5)
-  angle = place[..., None] * 10000.0 ** (-np.arange(0, width, 2) / width)
-  np.testing.assert_allclose(rows[..., 0::2], np.sin(angle), rtol=0, atol=1e-6)
-  cosines = np.cos(angle)[..., : width // 2]
-  np.testing.assert_allclose(rows[..., 1::2], cosines, rtol=0, atol=1e-6)
+  np.testing.assert_allclose(rows, sinusoids(place, width), rtol=0, atol=1e-6)
   # Within the table they are its rows to the last bit.
   table = embeddings.sinusoidal_positions(MAX_LENGTH, width)
   is_within = place < MAX_LENGTH

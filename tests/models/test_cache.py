@@ -66,7 +66,7 @@ CASES = {
       dict(name="fixed", shortening_factor=3),
       ("short_convolution", mixer("attention")),
       ("dispatcher", mixer("local_attention", window=3)),
-      num_layers=5,
+      num_layers=3,
     ),
     "steps",
   ),
@@ -92,7 +92,7 @@ CASES = {
   "gumbel": (pooled(dict(name="gumbel", num_buckets=1, **IDS)), "steps"),
   "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
-DEFAULT = ("modern", "we", "whitespace", "routing", "in turn in the middle")
+DEFAULT = ("modern", "in turn in the middle", "routing")
 SEEDS = {"gumbel": 2, "routing": 6}  # of parameters of which nothing is nearly a tie
 BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
 
@@ -131,6 +131,7 @@ def test_chunks_are_the_whole(case):
   helpers.check_chunks(model, of_step, TOKENS, expected, helpers.SCHEDULES[schedule])
 
 
+@pytest.mark.slow
 def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
   config = pooled(dict(name="gumbel", num_buckets=1), "dispatcher", num_layers=1)
   model = dpjax.build_model(config)
@@ -153,9 +154,8 @@ CHUNKS = [(5, (5, 3, 0)), (1, (1, 1, 0)), (1, (0, 1, 1)), (5, (5, 2, 5)), (11, (
 CHUNKS += [(5, (1, 5, 5)), (1, (0, 0, 1))]
 
 
-@pytest.mark.parametrize(
-  "has_taps", [pytest.param(False, marks=pytest.mark.slow), True], ids=["levels", "taps"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("has_taps", [False, True], ids=["levels", "taps"])
 def test_beyond_the_window_it_goes_on_as_a_longer_one_would(has_taps):
   if has_taps:
     mixers = ["he", "me", "we"]

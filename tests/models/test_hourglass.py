@@ -20,7 +20,7 @@ NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.fl
 GIVEN = np.array([[0] * LENGTH, [1] * LENGTH, [0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1]], np.int32)
 
 
-def make(kind, mixer="dispatcher", num_buckets=3, changes=None, **own):
+def make(kind, mixer="me", num_buckets=3, changes=None, **own):
   """A pooled model of one block a stack; `own` are the boundaries' settings."""
   own = dict(shortening_factor=3, space_ids=(SPACE,), num_buckets=num_buckets) | own
   section = helpers.component(registry.boundaries, kind, **own)
@@ -37,32 +37,28 @@ def assert_close(got, expected, atol=2e-5):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol), got, expected)
 
 
-def results(model, **options):
+def results(model):
   """(params, boundaries) -> logits, boundaries and gradients by all parameters."""
 
   def loss(params, boundaries):
-    output = model.apply({"params": params}, TOKENS, boundaries=boundaries, **options)
+    output = model.apply({"params": params}, TOKENS, boundaries=boundaries)
     return jnp.sum(jnp.sin(output.logits)), (output.logits, output.boundaries)
 
   return jax.jit(jax.grad(loss, has_aux=True))
 
 
-def slow(*values):
-  return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-@pytest.mark.parametrize("mixer", ["me", *slow("dispatcher", "relative_attention")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["me", "dispatcher", "relative_attention"])
 def test_no_capacity_changes_values_or_gradients(mixer):
   one, three = (make("entropy", mixer, number) for number in (1, 3))
   params = draw_params(one)
-  whole, at_capacity, at_five = results(one), results(three), results(one, capacity=5)
+  whole, at_capacity = results(one), results(three)
   sparse = GIVEN.copy()
   sparse[1, 4:] = 0
   for boundaries in (GIVEN, sparse):
     expected = whole(params, boundaries)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
     assert_close(at_capacity(params, boundaries), expected)
-  assert_close(at_five(params, sparse), expected)
   # Without any segment the null group alone is read.
   grads, _ = found = at_capacity(params, 0 * GIVEN)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
@@ -86,8 +82,8 @@ def test_routing_begins_with_cosines_and_without_a_residual():
 @pytest.mark.parametrize("kind", ["gumbel", "routing", "fixed"])
 def test_a_batch_without_rows(kind):
   model = make(kind)
-  logits = model.apply({"params": draw_params(model)}, TOKENS[:0], deterministic=True).logits
-  assert logits.shape == (0, LENGTH, VOCAB)
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+  assert jax.eval_shape(model.apply, params, TOKENS[:0]).logits.shape == (0, LENGTH, VOCAB)
 
 
 def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
@@ -95,17 +91,19 @@ def test_given_boundaries_replace_its_own_and_too_small_a_capacity_is_seen():
   variables, apply = {"params": draw_params(model)}, jax.jit(model.apply)
   own = apply(variables, TOKENS)
   np.testing.assert_array_equal(own.boundaries, TOKENS == SPACE)
-  given = apply(variables, TOKENS, boundaries=own.boundaries)
+  given = partial(apply, variables, TOKENS)
   # Two programs: their sums may differ in the last bit.
-  np.testing.assert_allclose(given.logits, own.logits, rtol=1e-5, atol=1e-6)
+  assert_close(given(boundaries=own.boundaries).logits, own.logits)
   output = jax.jit(partial(model.apply, capacity=4))(variables, TOKENS, boundaries=GIVEN)
   np.testing.assert_array_equal(output.boundaries, GIVEN)
   is_lost = GIVEN.cumsum(axis=1) >= 4
   assert list(is_lost.any(axis=1)) == [False, True, True]
-  assert np.isfinite(output.logits[0]).all() and np.isnan(output.logits[is_lost]).all()
+  assert np.isnan(output.logits[is_lost]).all()
+  assert_close(output.logits[0], given(boundaries=GIVEN).logits[0])
 
 
-@pytest.mark.parametrize("kind", ["gumbel", *slow("entropy", "unigram")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gumbel", "entropy", "unigram"])
 def test_the_loss_of_the_tokens_teaches_gumbels_predictor_alone(kind):
   model = make(kind)
   options = dict(boundary_noise=NOISE) if kind == "gumbel" else {}

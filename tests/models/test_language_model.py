@@ -1,33 +1,40 @@
 """Whole models without pooling: their parts, forms that change nothing, and their randomness."""
 
+import json
 from functools import partial
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import dpjax
 from dpjax import config as config_lib
 from dpjax import layers, models
-from dpjax.layers import embeddings
+from dpjax.run import numpy_model
 from tests import helpers
-from tests.reference import transformer
 
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 2
 TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
-def make(mixer="dispatcher", boundaries="none", **changes):
+def configure(mixer="dispatcher", boundaries="none", **changes):
   usual = dict(vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
   usual |= dict(positions="sinusoidal", activation="relu")
-  return dpjax.build_model(helpers.model_settings(mixer, boundaries, **usual | changes))
+  return helpers.model_settings(mixer, boundaries, **usual | changes)
+
+
+def make(mixer="dispatcher", boundaries="none", **changes):
+  return dpjax.build_model(configure(mixer, boundaries, **changes))
 
 
 def random_key(seed):
   """Of the generator that is compiled fastest."""
   return jax.random.key(seed, impl="unsafe_rbg")
+
+
+KEY = random_key(3)
 
 
 def draw_params(model):
@@ -51,11 +58,12 @@ LEVELS = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
 IN_TURN = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "settings, change",
   [
-    helpers.slow_unless((i, change) == (0, "remat"), settings, change)
-    for i, settings in enumerate((dict(mixer=LEVELS, dropout=0.2, hidden_dropout=0.3), IN_TURN))
+    (settings, change)
+    for settings in (dict(mixer=LEVELS, dropout=0.2, hidden_dropout=0.3), IN_TURN)
     for change in ("remat", "scan_layers")
   ],
 )
@@ -67,10 +75,12 @@ def test_scan_and_remat_change_nothing(settings, change):
   assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
 
 
+# Layers of which whole periods and a part of one are there.
+THREE = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
+
+
 def in_turn(**changes):
-  """Layers of which whole periods and a part of one are there."""
-  mixers = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
-  return make(mixers, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
+  return make(THREE, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
 
 
 def make_block():
@@ -80,8 +90,8 @@ def make_block():
 def test_a_stack_by_hand():
   for stack in (models.Stack(3, make_block()), models.Stack.in_turn(3, [make_block] * 2)):
     model = models.LanguageModel(VOCAB, 6, 7, stack)
-    params = model.init(jax.random.key(0), TOKENS[:, :7])["params"]
-    assert model.has_cache and [*model.unstack(params)["layers"]] == ["0", "1", "2"]
+    params = jax.eval_shape(lambda model=model: model.unstack(model.init(KEY, TOKENS)["params"]))
+    assert model.has_cache and [*params["layers"]] == ["0", "1", "2"]
   for block in (3, None, layers.FeedForward(5)):
     with pytest.raises(ValueError, match="^block: expected a layers.Block, or Stack.in_turn, got"):
       models.Stack(3, block)
@@ -89,25 +99,6 @@ def test_a_stack_by_hand():
     models.Stack(0, make_block())
   with pytest.raises(ValueError, match="^layers, hourglass: expected one of them, got neither"):
     models.LanguageModel(VOCAB, 6, 7).init_cache(2)
-
-
-def test_layers_have_their_mixers_in_turn():
-  model = in_turn(dropout=0.0)
-  params = draw_params(model)
-  assert {*params["layers"]} == {"period", "rest"} and len(params["layers"]["rest"]) == 2
-  blocks, layers = model.layers.blocks, model.unstack(params)["layers"]
-  embedding = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "sinusoidal")
-  x_btd = embedding.apply({"params": params["embedding"]}, TOKENS)
-  variables = {"params": params["relative_positions"]}
-  shared = model.relative_positions.apply(variables, LENGTH, WIDTH)
-  for i in range(5):
-    given = dict(positions=shared) if i % 3 == 2 else {}
-    x_btd = blocks[i % 3].apply({"params": layers[str(i)]}, x_btd, **given)
-  assert len(layers) == 5 and [type(x.mixer) for x in blocks] == [
-    *(dpjax.layers.Dispatcher, dpjax.layers.WE, dpjax.layers.RelativeAttention)
-  ]
-  found = jax.jit(model.apply)({"params": params}, TOKENS)
-  np.testing.assert_allclose(found.hidden, x_btd, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -122,9 +113,10 @@ def test_what_is_compiled_does_not_grow_with_the_periods():
 
 
 def test_fewer_layers_than_mixers_take_the_first():
-  params = draw_params(in_turn(num_layers=2))["layers"]
+  two, whole = in_turn(num_layers=2), make(("dispatcher", "we"), num_layers=2)
+  params, of_whole = (jax.eval_shape(x.init, KEY, TOKENS)["params"]["layers"] for x in (two, whole))
   assert {*params} == {"rest"} and {*params["rest"]} == {"place_0", "place_1"}
-  assert {*draw_params(make(("dispatcher", "we"), num_layers=2))["layers"]} == {"period"}
+  assert {*of_whole} == {"period"}
 
 
 def test_scan_and_remat_are_what_is_compiled():
@@ -156,70 +148,38 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
   assert 0.09 < abs(kernel).max() <= 0.1 and not first["logits"]["bias"].any()
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_is_embedding_then_blocks_then_logits_and_causal(norm):
-  model = make(norm_position=norm, positions="learned")
-  params = draw_params(model)
-  layer = embeddings.TokenAndPosition(VOCAB, WIDTH, 11, "learned")
-  x_btd = layer.apply({"params": params["embedding"]}, TOKENS)
-  block = jax.jit(model.layers.block.apply)
-  for index in range(LAYERS):
-    each = jax.tree.map(lambda x, index=index: x[index], params["layers"])
-    x_btd = block({"params": each}, x_btd)
-  assert ("final_norm" in params) == (norm == "pre")
-  if norm == "pre":
-    x_btd = layers.Norm().apply({"params": params["final_norm"]}, x_btd)
-  expected = x_btd @ params["logits"]["kernel"] + params["logits"]["bias"][None, None]
+ROTARY = config_lib.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
+EQUATIONS = {
+  "post": dict(positions="learned", activation="gelu"),
+  "pre": dict(norm_position="pre"),
+  "in turn": dict(mixer=THREE, num_layers=5),
+  "modern": dict(mixer=ROTARY, width=12, norm_position="pre", positions="none")
+  | dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False),
+}
+
+
+@pytest.mark.parametrize("case", EQUATIONS)
+def test_a_model_is_its_equations_and_causal(case):
+  config = configure(**EQUATIONS[case])
+  model = dpjax.build_model(config)
+  params = helpers.draw_params(model, 8, 1 / 3)
   apply = partial(jax.jit(model.apply), {"params": params})
+  settings = json.loads(json.dumps(config.to_dict()))
+  exact = {name: np.float64(x) for name, x in flatten_dict(params, sep=".").items()}
   whole = apply(TOKENS).logits
-  np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+  expected = [numpy_model.forward(row, exact, settings) for row in TOKENS]
+  np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
   for position in (0, 3):
     changed = TOKENS.copy()
     changed[0, position] = (changed[0, position] + 1) % VOCAB
-    differs_bt = (apply(changed).logits != whole).any(axis=-1)
+    differs_bt = (abs(apply(changed).logits - whole) > 1e-5).any(axis=-1)
     np.testing.assert_array_equal(differs_bt[0], np.arange(LENGTH) >= position)
     assert not differs_bt[1].any()
 
 
-HEADS, BASE = 3, 30.0
-MODERN = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-
-
-def make_modern(mixer="attention", **changes):
-  if mixer == "attention":
-    mixer = config_lib.mixer("attention", num_heads=HEADS, use_bias=False, rotary_base=BASE)
-  settings = dict(width=12, num_layers=2, norm_position="pre", positions="none") | MODERN
-  model = make(mixer, **settings | changes)
-  return model, helpers.draw_params(model, 8, 1 / 3)
-
-
-def test_rms_norm_rotary_swiglu_tied_embeddings_and_no_biases():
-  model, params = make_modern()
-  names = {path[-1].key for path, _ in jax.tree.leaves_with_path(params)}
-  assert names == {"embedding", "kernel", "scale"} and "logits" not in params
-  exact = jax.tree.map(np.float64, params)
-  table = exact["embedding"]["tokens"]["embedding"]
-  x = table[TOKENS]
-  for i in range(2):
-    layer = jax.tree.map(lambda leaf: leaf[i], exact["layers"])  # noqa: B023
-
-    def mix(x):
-      return transformer.rotary_attention(x, layer["mixer"], HEADS, BASE)  # noqa: B023
-
-    x = transformer.block(x, layer, mix, "pre", "swiglu", transformer.rms_norm)
-  expected = transformer.rms_norm(x, exact["final_norm"]) @ table.T
-  output = jax.jit(model.apply)({"params": params}, TOKENS)
-  np.testing.assert_allclose(output.logits, expected, rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize(
   "settings",
-  [
-    {},
-    dict(use_bias=False),
-    dict(tie_embeddings=True),
-    dict(norm_position="pre", boundaries="fixed"),
-  ],
+  [{}, dict(use_bias=False), dict(tie_embeddings=True, norm_position="pre", boundaries="fixed")],
   ids=str,
 )
 def test_the_output_layer_makes_the_logits(settings):

@@ -69,6 +69,7 @@ def check(operator, of_tokens, shared=()):
     assert (after[row, part] != before[row, part]).any()
 
 
+@pytest.mark.slow  # tests/test_contract.py asks it of layers.
 def test_shift_and_sum():
   of_tokens = draw(BATCH, LENGTH, HEADS, FEATURES), draw(BATCH, LENGTH, HEADS, 6)
   check(ops.shift_and_sum, of_tokens)
@@ -87,7 +88,7 @@ def test_attention(operator, block_size):
 @pytest.mark.parametrize(
   "rank, implementation",
   [
-    helpers.slow_unless((rank, name) in ((3, "scan"), (2, "fft")), rank, name)
+    helpers.slow_unless((rank, name) == (2, "fft"), rank, name)
     for name in ops.CAUSAL_CONVOLUTION
     for rank in (1, 2, 3)
   ],

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dpjax.ops import norms
-from tests.reference import transformer
 
 BATCH, LENGTH, WIDTH = 2, 3, 7
 
@@ -39,9 +38,6 @@ def test_is_the_formula_and_so_is_its_gradient(norm, is_centred, has_bias):
   output, pull = jax.vjp(norm, x, scale, bias)
   expected, expected_pull = jax.vjp(lambda *given: plain(is_centred, *given), x, scale, bias)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-  exact_params = {"scale": np.float64(scale), "bias": 0 if bias is None else np.float64(bias)}
-  reference = transformer.layer_norm if is_centred else transformer.rms_norm
-  np.testing.assert_allclose(output, reference(np.float64(x), exact_params), rtol=1e-5, atol=1e-5)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
     pull(grad),

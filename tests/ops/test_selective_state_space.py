@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dpjax import ops
+from tests import helpers
 
 BATCH, LENGTH, HEADS, WIDTH, GROUPS, STATE = 2, 23, 4, 3, 2, 5
 
@@ -51,8 +52,14 @@ def assert_near(output, expected, limit: float = 5e-6):
   np.testing.assert_allclose(np.asarray(output) / scale, np.asarray(expected) / scale, atol=limit)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 8, 23, 100])
-@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(
+  "has_documents, chunk_size",
+  [
+    helpers.slow_unless((x, size) in ((False, 8), (True, 4), (False, 100)), x, size)
+    for x in (False, True)
+    for size in (1, 4, 8, 23, 100)
+  ],
+)
 def test_selective_state_space_equals_the_recurrence(has_documents, chunk_size):
   args = arguments()
   given = starts() if has_documents else None
@@ -82,15 +89,6 @@ def test_selective_state_space_in_float64_is_exact():
     wide = [jnp.asarray(x, jnp.float64) for x in arguments()]
     y = ops.selective_state_space(*wide, document_starts=starts(), chunk_size=8)
     assert_near(y, recurrence(*wide, starts())[0], 1e-14)
-
-
-def test_documents_in_a_row_equal_documents_alone():
-  args = arguments()
-  y = ops.selective_state_space(*args, document_starts=starts(), chunk_size=8)
-  for begin, end in ((0, 4), (4, 5), (5, 16), (16, 23)):
-    document = [z if z.ndim == 1 else z[:1, begin:end] for z in args]
-    alone = ops.selective_state_space(*document)
-    np.testing.assert_allclose(y[:1, begin:end], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_chunks_with_a_cache_equal_the_row():

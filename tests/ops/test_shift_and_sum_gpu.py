@@ -58,22 +58,24 @@ def assert_close(actual, expected, **tolerance):
 SHAPE = (2, 13, 3, 5, 4)
 
 
+# Shapes, and the tiles of the forward and the backward pass.
+TILED = [
+  ((2, 15, 3, 5, 4), 8, 8),  # The first pass has one level; T is padded.
+  ((2, 37, 1, 20, 6), 8, 4),  # Two passes of 3 levels, backward three.
+  ((1, 8, 2, 40, 3), 8, 2),  # Two blocks of features; passes of one level.
+  ((2, 29, 3, 5, 2), 4, 4),  # Halos alone: the levels do not reach across T.
+  ((2, 2, 3, 5, 1), 64, 16),
+  ((2, 13, 3, 5, 4), 64, 16),  # One pass of one tile.
+  ((3, 16, 2, 8, 4), 4, 16),  # Two passes.
+  ((2, 17, 1, 5, 5), 8, 8),  # One row more than two tiles.
+  ((2, 23, 1, 5, 3), 4, 2),  # A last pass of several tiles.
+]
+
+
 @pytest.mark.parametrize(
   "shape, tile, backward_tile",
-  [
-    pytest.param(
-      (2, 37, 1, 20, 6), 8, 4, marks=pytest.mark.slow
-    ),  # Two passes of 3 levels, backward three.
-    ((2, 15, 3, 5, 4), 8, 8),  # The first pass has one level; T is padded.
-    ((1, 8, 2, 40, 3), 8, 2),  # Two blocks of features; passes of one level.
-    ((2, 29, 3, 5, 2), 4, 4),  # Halos alone: the levels do not reach across T.
-    ((2, 2, 3, 5, 1), 64, 16),
-    pytest.param((2, 13, 3, 5, 4), 64, 16, marks=pytest.mark.slow),  # One pass of one tile.
-    pytest.param((3, 16, 2, 8, 4), 4, 16, marks=pytest.mark.slow),  # Two passes.
-    pytest.param((2, 17, 1, 5, 5), 8, 8, marks=pytest.mark.slow),  # One row more than two tiles.
-    pytest.param((2, 23, 1, 5, 3), 4, 2, marks=pytest.mark.slow),  # A last pass of several tiles.
-  ],
-  ids=lambda x: "-".join(map(str, x)) if isinstance(x, tuple) else str(x),
+  [TILED[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in TILED[1:])],
+  ids=str,
 )
 def test_equals_the_algorithm(shape, tile, backward_tile):
   arrays = draw(*shape)
@@ -132,7 +134,9 @@ def test_the_compiled_kernels_equal_the_algorithm(shape):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("axes", ["vmap", "auto", "explicit"])
+@pytest.mark.parametrize(
+  "axes", ["vmap", *(pytest.param(x, marks=pytest.mark.slow) for x in ("auto", "explicit"))]
+)
 def test_rows_are_mapped_or_on_several_devices(axes):
   draw = np.random.default_rng(0).standard_normal
   values, gates = (jnp.asarray(draw((8, 5, 2, size)), jnp.float32) for size in (4, 3))
