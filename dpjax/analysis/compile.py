@@ -291,7 +291,7 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
     return build.with_vocabulary(config, tokenizer)
   if not size and not data.tokenizer_file and data.tokenizer != "characters":
-    size = 256 if data.tokenizer == "bytes" else data.tokenizer_size
+    size = 256 if data.tokenizer.startswith("bytes") else data.tokenizer_size
   if not size:
     raise UserError(
       "model.vocab_size: expected the size of the vocabulary, which a run takes from its text "

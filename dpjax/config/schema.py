@@ -120,7 +120,9 @@ _DATA = {
   "separator": S("", "the line between two documents of a .txt"),
   "split_fractions": S((0.9, 0.05, 0.05), "of a single file: train, valid, test"),
   "tokenizer": S(
-    "characters", "or bytes, wordpiece, bpe, sentencepiece_bpe, sentencepiece_unigram"
+    "characters",
+    "or bytes, bytes_with_ends (as of H-Net), wordpiece, bpe, sentencepiece_bpe, "
+    "sentencepiece_unigram",
   ),
   "tokenizer_file": S(
     "",

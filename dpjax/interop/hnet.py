@@ -232,6 +232,14 @@ def find(place: Path) -> tuple[Path, Path] | None:
   return next(iter(pairs.items()), None)
 
 
+def names_in(folder: Path) -> list[str]:
+  """The names, relative to a folder of JSON alone, that the arrays of its H-Nets may have."""
+  names = [x.relative_to(folder) for x in (*folder.glob("*.json"), *folder.glob("*/*.json"))]
+  names = [x for x in names if "arch_layout" in files.read_json(folder / x)]
+  stems = [x.with_name("*") if x.name == "config.json" else x.with_suffix("") for x in names]
+  return [f"{x.as_posix()}{suffix}" for x in stems for suffix in torch_files.SUFFIXES]
+
+
 def read(arrays: Path, config: Path, **options: Any) -> tuple[ConfigDict, dict]:
   """`from_torch` of the files of a released model."""
   try:

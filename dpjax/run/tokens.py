@@ -12,8 +12,10 @@ from dpjax.data import tokens as data_tokens
 from dpjax.data.corpus import load_corpus
 from dpjax.data.tokens import Tokens, write_reference
 from dpjax.errors import UserError, not_writable
+from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
 from dpjax.run.workdir import find, on_first_process
+from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokens import Tokenizer, load_tokenizer
 
 
@@ -147,7 +149,11 @@ def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> To
   data = config.data
   key = "data.tokenizer_file" if data.tokenizer_file else "train.init_from"
   source = data.tokenizer_file or config.train.init_from
-  tokenizer = (run_tokenizer or load_tokenizer(find(source), key)) if source else None
+  tokenizer = run_tokenizer if source else None
+  if source and tokenizer is None:
+    folder = find(source)
+    is_released = hnet.find(folder) is not None
+    tokenizer = BytesWithEnds() if is_released else load_tokenizer(folder, key)
   if tokenizer is None:
     if source and not data.tokenizer_file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpjax import files
 from dpjax.errors import UserError, unknown
-from dpjax.text.characters import Bytes, Characters
+from dpjax.text.characters import Bytes, BytesWithEnds, Characters
 from dpjax.text.pieces import BytePairs, WordPiece
 from dpjax.text.sentencepiece import SentencePiece
 from dpjax.text.tokenizer import FORMAT, MAX_PIECES, Tokenizer, file_error, size_error
@@ -14,12 +14,17 @@ from dpjax.text.tokenizer import FORMAT, MAX_PIECES, Tokenizer, file_error, size
 KINDS = {
   "characters": Characters,
   "bytes": Bytes,
+  "bytes_with_ends": BytesWithEnds,
   "sentencepiece_unigram": SentencePiece,
   "sentencepiece_bpe": SentencePiece,
   "wordpiece": WordPiece,
   "bpe": BytePairs,
 }
-CHARACTER_KINDS = ("characters", "bytes")  # whose tokens are parts of single characters
+CHARACTER_KINDS = (
+  "characters",
+  "bytes",
+  "bytes_with_ends",
+)  # whose tokens are parts of single characters
 
 
 def train_tokenizer(
@@ -35,7 +40,7 @@ def train_tokenizer(
   r"""Makes a tokenizer: trained on a text, or loaded from a vocabulary file.
 
   Args:
-    kind: a key of `KINDS`. "characters" and "bytes" have no settings.
+    kind: a key of `KINDS`. Characters and bytes have no settings.
     chunks: the text in parts, preferably cut after line ends; not a bare iterator.
     vocab_size: V of a vocabulary that is trained; "wordpiece" and "bpe" may find fewer pieces.
     file: a vocabulary to load instead. SentencePiece: a `.model`. WordPiece: a `vocab.txt`, one
@@ -61,7 +66,7 @@ def train_tokenizer(
     if file:
       expected = f"data.tokenizer_file: expected none, or a run's folder, with the tokenizer {kind}"
       raise UserError(f"{expected}, got {file}")
-    return Characters.train(chunks) if kind == "characters" else Bytes()
+    return Characters.train(chunks) if kind == "characters" else KINDS[kind]()
   if not file and vocab_size > MAX_PIECES:
     raise size_error(f"at most {MAX_PIECES:,}", vocab_size)
   if kind == "wordpiece":
