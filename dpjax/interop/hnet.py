@@ -87,8 +87,6 @@ def from_torch(
   Raises:
     ValueError: a name or a shape is not that of the JSON's model, or the JSON is of another.
   """
-  from dpjax.models.build import assemble
-
   model = make_settings(config, max_length=max_length)
   model.dtype = dtype
   config_lib.check_model(model)
@@ -96,9 +94,9 @@ def from_torch(
   assert table is not None
   state = torch_arrays.find_state(state_dict)
   torch_arrays.check_names(state, table, "H-Net of that layout")
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  shapes = jax.eval_shape(assemble(model).init, jax.random.key(0), tokens)["params"]
-  torch_arrays.check_shapes(state, table, traverse_util.flatten_dict(shapes, sep="/"))
+  for name, shape in shapes_of(model).items():
+    if (got := tuple(state[name].shape)) != shape:
+      raise UserError(f"{name}: expected the shape {shape}, got {got}")
   narrow = [path for path in table if path.endswith((*torch_arrays.MATRICES, "embedding"))]
   narrow = {path: jnp.dtype(dtype) for path in narrow if "/residual/" not in path}
   return model, torch_arrays.to_params(state, table, narrow)
@@ -166,6 +164,16 @@ def _make_mixer(config: Mapping, depth: int, letter: str) -> ConfigDict:
   if window < 0:
     return config_lib.mixer("attention", **options)
   return config_lib.mixer("local_attention", window=window + 1, **options)
+
+
+def shapes_of(model: Mapping) -> dict[str, tuple[int, ...]]:
+  """The shapes of the authors' arrays by name, for `config.model` of an H-Net."""
+  from dpjax.models.build import assemble
+
+  table, tokens = find_table(model), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  assert table is not None
+  params = jax.eval_shape(assemble(model).init, jax.random.key(0), tokens)["params"]
+  return torch_arrays.find_shapes(traverse_util.flatten_dict(params, sep="/"), table)
 
 
 def find_table(model: Mapping) -> Table | None:

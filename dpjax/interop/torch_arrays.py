@@ -79,16 +79,16 @@ def _first(names: list[str]) -> str:
   return f"{names[:4] or 'none'}{f' and {len(names) - 4} more' if names[4:] else ''}"
 
 
-def check_shapes(state: Mapping, table: Table, params: Any) -> None:
-  """Checks the shapes of arrays, before they are read; `params` are a model's, flat, abstract."""
+def find_shapes(params: Mapping, table: Table) -> dict[str, tuple[int, ...]]:
+  """The shapes in PyTorch by name; `params` are a model's by path, perhaps abstract."""
+  shapes = {}
   for path, (_, names) in table.items():
     is_stack = not isinstance(names, str)
     part = jax.ShapeDtypeStruct(params[path].shape[is_stack:], jnp.float32)
-    expected = jax.eval_shape(functools.partial(_convert_back, path=path), part).shape
+    shape = jax.eval_shape(functools.partial(_convert_back, path=path), part).shape
     for name, _, half in (name.partition(":") for name in _tuple(names)):
-      size = (2 * expected[0], *expected[1:]) if half else expected
-      if (shape := tuple(state[name].shape)) != size:
-        raise UserError(f"{name}: expected the shape {size}, got {shape}")
+      shapes[name] = (2 * shape[0], *shape[1:]) if half else shape
+  return shapes
 
 
 def read_arrays(state: Mapping) -> dict[str, np.ndarray]:

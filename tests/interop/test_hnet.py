@@ -12,12 +12,14 @@ import zipfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import save_file
 
 import dpjax
 from dpjax import ops
 from dpjax.interop import from_torch, hnet, to_torch
+from dpjax.run import numpy_model
 from tests import helpers, hub
 
 COLUMNS = slice(None, None, 8)  # of the logits that the files keep
@@ -312,3 +314,24 @@ def test_generation_begins_and_ends_with_the_bytes_for_it(folder):
   ends["logits"]["kernel"] *= sign
   (pieces,) = run._generator.stream(ends, ["", "", ""], length=4, temperature=0)
   assert pieces[0] == ("", 1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_it_is_trained_further_and_exported(folder, tmp_path):
+  config = dpjax.load(folder).config
+  config.model.max_length = 32
+  config.model.boundaries.num_buckets = 1
+  text = helpers.write_text(tmp_path / "text.txt")
+  small = helpers.small_config(text, num_steps=2, eval_every_steps=2, init_from=str(folder))
+  config.update(train=small.train, eval=small.eval)
+  config.data.update(path=str(text), data_dir=small.data.data_dir)
+  begin = dpjax.load(folder).params
+  run, _ = dpjax.train(config, tmp_path / "run", optimizer=optax.set_to_zero())
+  helpers.assert_trees_close(run.params, begin, rtol=0)
+  assert run.tokenizer.kind == "bytes_with_ends"
+  run.save(tmp_path / "out")
+  helpers.assert_trees_close(dpjax.load(tmp_path / "out").params, begin, rtol=0)
+  loaded = numpy_model.load(tmp_path / "out")([254, *b"cat"])
+  logits = run.model.apply({"params": run.params}, np.array([[254, *b"cat"]])).logits[0]
+  np.testing.assert_allclose(loaded, logits, rtol=1e-4, atol=1e-4)

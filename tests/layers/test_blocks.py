@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import layers
+from dpjax import layers, models
 from dpjax.layers import block as block_lib
 from tests.reference import transformer
 
@@ -49,6 +49,19 @@ def test_block(norm, activation, scale):
   expected = transformer.block(np.float64(inputs), exact_params, mix, norm, activation)
   output = jax.jit(block.apply)({"params": params}, inputs, **scale)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_are_summed_in_the_wider_dtype():
+  norm = layers.Norm("rms_norm", jnp.bfloat16)
+  block = layers.Block(layers.ShortConvolution(LENGTH, dtype=jnp.bfloat16), None, norm, None, True)
+  inputs = draw((BATCH, LENGTH, WIDTH))
+  params = jax.tree.map(jnp.zeros_like, block.init(jax.random.key(0), inputs)["params"])
+  assert params.keys() == {"mixer", "mixer_norm"}  # one branch, which gives 0
+  apply = models.Stack(1, block, residual_dtype=jnp.float32).apply
+  layer = {"params": jax.tree.map(lambda x: x[None], params)}
+  np.testing.assert_array_equal(apply(layer, inputs), inputs)
+  output = apply(layer, inputs.astype(jnp.bfloat16))
+  assert output.dtype == jnp.float32
 
 
 def test_gelu_is_by_erf():
