@@ -103,7 +103,10 @@ EXTRACTORS = {"she": "she", "he": "he", "we": "we", "me": "me", "he_extraction":
 COUNTED = {
   **{name: [""] for name in (*TABLE_1, "dispatcher_openwebtext", "dispatcher_finetuned")},
   **{f"modern_{name}": ["", "small"] for name in ("transformer", "dispatcher", "we")},
-  "hnet": ["", "two", "small", "two,small"],
+  "hnet": [
+    *("", "two", "small", "two,small", "mamba2,small", "mamba2,two,small"),
+    *("1stage_L", "2stage_L"),
+  ],
   "extractors_childrens_books": [*EXTRACTORS, "attention_32"],
   "pooling_text8": ["fixed4", "unigram", "gumbel,middle_4", "gumbel,middle_16"],
 }
@@ -329,7 +332,7 @@ def test_the_texts_of_pooling_have_the_papers_settings():
 # Words, and what they are answered with, of each module.
 WRONG = [
   (modern_transformer, "the variant small or tiny, or none,", "smal|small,tiny"),
-  (hnet, "two, small or tiny, separated by commas,", "three|two,two|small;tiny"),
+  (hnet, "1stage_L, .* or tiny, separated by commas,", "three|two,two|1stage_L,tiny|small;tiny"),
   (finetuned, "a text and tiny, of ptb, .*", "ptb,lm1b|wikitext|tiny,tiny|ptb tiny"),
   (extractors, "a mixer, .* she, he,.*", "shee|she,he|she,fig10_7|tiny,tiny|fig10_8,fig11_2"),
   (

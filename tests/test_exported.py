@@ -373,6 +373,13 @@ MODELS = {
     config_lib.middle(config_lib.boundaries("fixed"), width=4),
     name="relative_attention",
   ),
+  "padded": described(
+    TODAY | dict(stack_norms=True, middle_resize="padding", residual_dtype="float32"),
+    dict(name="routing"),
+    config_lib.middle(config_lib.boundaries("fixed"), width=8, feed_forward_width=9),
+    **dict(name=("attention", "mamba2"), num_heads=2, rotary_base=100.0, rotary_features=2),
+    **dict(state_width=5, head_width=4, has_feed_forward=False),
+  ),
   "entropy": described(
     PAPER, dict(name="entropy_threshold", run="a", rule="combined", theta=1.8), name="me"
   ),

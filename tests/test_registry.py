@@ -48,13 +48,15 @@ def mixers(monkeypatch):
 
 def test_settings_are_the_fields_that_a_person_can_set(mixers):
   dpjax.register_mixer("decay", Decay)
-  assert mixers.settings("decay") == {
+  of_frame = {"has_feed_forward": Setting(True, "whether a feed-forward network follows")}
+  assert mixers.settings("decay") == of_frame | {
     "rate": Setting(0.5, type=float),
     "num_steps": Setting(None, type=int, is_optional=True),
     "kinds": Setting(("a",), type=tuple),
   }
   section = config_lib.mixer("decay", rate=0.8, num_steps=3)
-  assert section.to_dict() == dict(name="decay", rate=0.8, num_steps=3, kinds=("a",))
+  settings = dict(rate=0.8, num_steps=3, kinds=("a",), has_feed_forward=True)
+  assert section.to_dict() == dict(name="decay", **settings)
 
 
 def test_settings_of_functions_are_their_arguments():
@@ -223,7 +225,7 @@ def test_names_are_free_once(mixers):
       return Decay(max_length, rate)
 
     dpjax.register_mixer("made", make)
-  assert [*mixers.settings("made")] == ["rate"]
+  assert [*mixers.settings("made")] == ["rate", "has_feed_forward"]
 
 
 def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):

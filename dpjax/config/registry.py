@@ -143,6 +143,7 @@ class Registry:
     supplied: fields that the builder supplies.
     targets: components by name, as "module:attribute", imported at first use.
     required: a field that every component has, or "".
+    of_builder: more settings of every component, which only the builder reads.
   """
 
   def __init__(
@@ -151,8 +152,9 @@ class Registry:
     supplied: Collection[str],
     targets: Mapping[str, str | Callable],
     required: str = "",
+    of_builder: Mapping[str, Setting] = types.MappingProxyType({}),
   ):
-    self.type_name, self._required = type_name, required
+    self.type_name, self._required, self._of_builder = type_name, required, of_builder
     self._supplied = frozenset(supplied) | {"parent", "name"}
     self._components: dict[str, str | Callable] = dict(targets)
     self._origins: dict[str, str] = {}
@@ -217,7 +219,8 @@ class Registry:
       for field, parameter in inspect.signature(component).parameters.items()
       if field not in self._supplied
     }
-    return {field: setting for field, setting in settings.items() if setting is not None}
+    settings = {field: setting for field, setting in settings.items() if setting is not None}
+    return settings | dict(self._of_builder)
 
   def fill(self, values: Mapping, key: str, *, is_complete: bool = False) -> ConfigDict:
     """The section of a component: its name, and all settings, by default or from `values`.
@@ -251,7 +254,7 @@ class Registry:
 
   def maker(self, section: Mapping, **supplied) -> partial:
     """A function that makes the component of a section, with those of `supplied` that it takes."""
-    values = dict(section)
+    values = {field: x for field, x in section.items() if field not in self._of_builder}
     component = self.component(values.pop("name"))
     fields = inspect.signature(component).parameters
     return partial(component, **values, **{x: supplied[x] for x in supplied if x in fields})
@@ -316,7 +319,7 @@ def as_tuple(value: Any) -> Any:
 _LAYERS, _OPTIMIZER = "dpjax.layers", "dpjax.training.optimizer"
 mixers = Registry(
   "mixer",
-  supplied=("max_length", "position_dropout", "init_std", "dtype"),
+  supplied=("max_length", "position_dropout", "init_std", "dtype", "out_scale"),
   targets={
     "dispatcher": f"{_LAYERS}.dispatcher:Dispatcher",
     "dispatcher_multihead": f"{_LAYERS}.dispatcher:MultiHeadDispatcher",
@@ -328,6 +331,7 @@ mixers = Registry(
     **{name: f"{_LAYERS}.extractors:{name.upper()}" for name in ("she", "he", "we", "me")},
   },
   required="max_length",
+  of_builder={"has_feed_forward": Setting(True, "whether a feed-forward network follows")},
 )
 boundaries = Registry(
   "boundaries",
@@ -363,6 +367,7 @@ tokenizers = Registry(
   targets={
     "characters": f"{_TEXT}.characters:Characters.train",
     "bytes": f"{_TEXT}.characters:Bytes.train",
+    "bytes_with_ends": f"{_TEXT}.characters:BytesWithEnds.train",
     "wordpiece": f"{_TEXT}.pieces:WordPiece.train",
     "bpe": f"{_TEXT}.pieces:BytePairs.train",
     "sentencepiece_bpe": f"{_TEXT}.sentencepiece:SentencePieceBpe.train",

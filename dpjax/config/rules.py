@@ -45,12 +45,19 @@ def check(config: Any) -> None:
 def check_model(model: Mapping) -> None:
   """Checks the settings of a model, as `check`."""
   model = sections.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
+  for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
+    is_valid = model.norm_position == "pre" or model[name] == value
+    _expect(is_valid, f"model.{name}", f"{value} with model.norm_position = post", model[name])
   supplied = dict(init_std=model.init_std, dtype=model.dtype)
   supplied |= dict(max_length=model.max_length, position_dropout=model.dropout)
   for key, section in sections.mixers_in(model).items():
     registry.mixers.build(section, key, **supplied)
   for key, section in sections.stages_in(model).items():
     _check_stage(key, section)
+    if section["middle"] and model.middle_resize == "padding":
+      width, inner = section["width"], section["middle"]["width"]
+      expected = f"0 or at least the {width} around it with model.middle_resize = padding"
+      _expect(inner == 0 or inner >= width, f"{key}.middle.width", expected, inner)
   check_ids(model)
 
 
@@ -112,8 +119,8 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
   Source: Hwang et al. 2025, arXiv:2507.07955.
   """
   name, value = "train.stage_multipliers", config["train"]["stage_multipliers"]
-  stages = schema.stages_in(config["model"])
-  pooled = {key: stage for key, stage in stages.items() if schema.is_pooled(stage)}
+  stages = sections.stages_in(config["model"])
+  pooled = {key: stage for key, stage in stages.items() if sections.is_pooled(stage)}
   if not value:
     return ()
   if value != "auto":
@@ -148,6 +155,9 @@ def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
   is_valid = mixer.get("rotary_base") is None or width // heads % 2 == 0
   got = f"{width} // {heads} = {width // heads} of them"
   _expect(is_valid, f"{key}.rotary_base", expected, got)
+  rotated = mixer.get("rotary_features")
+  expected = f"None or at most the {width // heads} features of a head"
+  _expect((rotated or 0) <= width // heads, f"{key}.rotary_features", expected, rotated)
 
 
 def _check_training(train: ConfigDict) -> None:

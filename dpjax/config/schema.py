@@ -70,6 +70,13 @@ MODEL: dict[str, Any] = {
   "norm_position": choice("post pre", "norms after or before each branch"),
   "norm_type": choice("layer_norm rms_norm", "with or without mean and bias"),
   "norm_epsilon": S(1e-5, "added to the variance, or to the mean square", above=0),
+  "stack_norms": S(False, "a norm after each stack, also before and after the middle"),
+  "residual_dtype": choice("model float32", "in which a stack sums its branches; model: its dtype"),
+  "middle_resize": choice(
+    "matrices padding",
+    "to a middle of another width: a matrix each way, or a learned vector "
+    "that fills a wider one up and is cut off again",
+  ),
   "use_bias": S(True, "of norms, feed-forward networks and logits; a mixer has its own"),
   "positions": choice("sinusoidal learned none", "of tokens; none also drops the scale sqrt(D)"),
   "tie_embeddings": S(False, "reuse the token embedding as the output layer"),
@@ -79,6 +86,12 @@ MODEL: dict[str, Any] = {
   "dropout": S(0.0, "rate, of embeddings and of each branch", 0, below=1),
   "hidden_dropout": S(0.0, "rate, within the feed-forward networks", 0, below=1),
   "init_std": S(0.0, "weights ~ N(0, init_std**2), and biases 0; 0: PyTorch's defaults", 0),
+  "embedding_std": S(0.0, "embeddings ~ N(0, embedding_std**2); 0: as init_std says", 0),
+  "scale_outputs": S(
+    False,
+    "divide the initial output matrix of each branch by the square root of the number of branches "
+    "that a token passes, without those of inner stages",
+  ),
   "norm_init_std": S(0.0, "gains of the norms ~ N(1, norm_init_std**2)", 0),
   "scan_layers": FREE(True, "compile one layer and loop, or compile each"),
   "remat": FREE(False, "recompute each layer in the gradient: less memory"),

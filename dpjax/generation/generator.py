@@ -94,7 +94,8 @@ class Generator:
         window. "error": such a length is an error.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
-      stop: texts of tokens that end a sample; the stop token is not part of it.
+      stop: texts of tokens that end a sample, as a tokenizer's end token does; they are not part
+        of it.
 
     Returns:
       Until all rows are complete, lists of a `Piece` for each: prompt 0's samples, prompt 1's, ...
@@ -122,12 +123,13 @@ class Generator:
       raise UserError(
         "overflow: expected slide or error with a mixer that has no cache, got continue"
       )
-    stop_ids = self._stop_ids(stop)
+    stop_ids = self._stop_ids(stop) | ({self._tokenizer.end_id} - {None})
     samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
     key = jax.random.key(seed)
     keys = jnp.stack([jax.random.fold_in(jax.random.fold_in(key, i), j) for j, i in samples])
-    texts = [self._tokenizer.encode(prompt).tolist() for prompt in prompts]
-    rows = [list(texts[j] or [self._tokenizer.start_id]) for j, _ in samples]
+    texts, start = [self._tokenizer.encode(x).tolist() for x in prompts], self._tokenizer.start_id
+    begins = self._tokenizer.begins_texts
+    rows = [[start] * (begins or not texts[j]) + texts[j] for j, _ in samples]
     streams = [TextStream(self._tokenizer, prompts[j]) for j, _ in samples]
     draw = dict(
       temperature=jnp.float32(settings["temperature"]),
@@ -217,7 +219,7 @@ def check_prompt(
   model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
 ) -> None:
   """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
-  length, window = len(tokenizer.encode(prompt)), model.max_length
+  length, window = tokenizer.begins_texts + len(tokenizer.encode(prompt)), model.max_length
   if settings["overflow"] != "continue":
     if length > window:
       raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")

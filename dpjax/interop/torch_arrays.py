@@ -7,11 +7,14 @@ A table has an entry for every parameter of dpjax:
 
 The second form stacks equal layers to [num_layers, ...]. A shape is a string with a letter
 for the size of each axis; "3" stands for 3 D, "1" for itself. Matrices are [out, in] in
-PyTorch and [in, out] here.
+PyTorch and [in, out] here. Of a name with ":0" or ":1" at its end, it is that half of the rows.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
@@ -20,6 +23,7 @@ from dpjax.errors import UserError
 
 Names = str | tuple[str, ...]
 Table = Mapping[str, tuple[str, Names]]
+MATRICES = "kernel", "boundary_predictor/query", "boundary_predictor/key"
 
 
 def find_state(content: Mapping) -> dict:
@@ -62,21 +66,39 @@ def of_layers(lines: Table, prefix_path: str, prefixes: Iterable[str]) -> Table:
 
 def check_names(names: Iterable[str], table: Table, models: str) -> None:
   """Checks that the names are exactly those of the table of the authors' `models`."""
-  expected = {name for _, each in table.values() for name in _tuple(each)}
+  expected = {name.partition(":")[0] for _, each in table.values() for name in _tuple(each)}
   unknown, missing = sorted({*names} - expected), sorted(expected - {*names})
   if missing or unknown:
     raise UserError(
       f"state_dict: expected the names of the authors' {models}, got "
-      f"{unknown or 'none'} unknown, {missing or 'none'} missing"
+      f"{_first(unknown)} unknown, {_first(missing)} missing"
     )
+
+
+def _first(names: list[str]) -> str:
+  return f"{names[:4] or 'none'}{f' and {len(names) - 4} more' if names[4:] else ''}"
+
+
+def find_shapes(params: Mapping, table: Table) -> dict[str, tuple[int, ...]]:
+  """The shapes in PyTorch by name; `params` are a model's by path, perhaps abstract."""
+  shapes = {}
+  for path, (_, names) in table.items():
+    is_stack = not isinstance(names, str)
+    part = jax.ShapeDtypeStruct(params[path].shape[is_stack:], jnp.float32)
+    shape = jax.eval_shape(functools.partial(_convert_back, path=path), part).shape
+    for name, _, half in (name.partition(":") for name in _tuple(names)):
+      shapes[name] = (2 * shape[0], *shape[1:]) if half else shape
+  return shapes
 
 
 def read_arrays(state: Mapping) -> dict[str, np.ndarray]:
   """Converts tensors, or anything that NumPy reads, to float32."""
-  return {
-    name: np.asarray(x.detach().cpu() if hasattr(x, "detach") else x, np.float32)
-    for name, x in state.items()
-  }
+  return {name: _read(x) for name, x in state.items()}
+
+
+def _read(x: Any) -> np.ndarray:
+  x = x.detach().cpu() if hasattr(x, "detach") else x
+  return np.asarray(x.float() if hasattr(x, "float") else x, np.float32)  # NumPy has no bfloat16.
 
 
 def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]:
@@ -93,13 +115,30 @@ def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]
   return sizes
 
 
-def to_params(arrays: Mapping[str, np.ndarray], table: Table) -> dict:
-  """The parameters as a tree; axes are only split, moved and stacked."""
+def to_params(state: Mapping, table: Table, dtypes: Mapping[str, Any] | None = None) -> dict:
+  """The parameters as a tree; axes are only split, moved and stacked.
+
+  Arrays are read one at a time. `dtypes` are those by path that are not float32.
+  """
   params = {}
   for path, (_, names) in table.items():
-    each = [_convert(arrays[name], path) for name in _tuple(names)]
-    params[path] = jnp.asarray(each[0] if isinstance(names, str) else np.stack(each))
+    dtype, stack = (dtypes or {}).get(path, jnp.float32), None
+    for i, (name, _, half) in enumerate(name.partition(":") for name in _tuple(names)):
+      array = _read(state[name])
+      array = np.split(array, 2)[int(half)] if half else array
+      array = _convert(array, path).astype(dtype)
+      if isinstance(names, str):
+        params[path] = jnp.array(array)
+        continue
+      if stack is None:
+        stack = jnp.zeros((len(names), *array.shape), dtype)
+      params[path] = stack = _put(stack, array, i)
   return traverse_util.unflatten_dict(params, sep="/")
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack, array, i):
+  return jax.lax.dynamic_update_index_in_dim(stack, array, i, 0)
 
 
 def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
@@ -109,22 +148,28 @@ def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
     array = np.asarray(flat[path])
     each = [array] if isinstance(names, str) else array
     for name, part in zip(_tuple(names), each, strict=True):
-      arrays[name] = np.ascontiguousarray(_convert_back(part, path))
+      part, (name, _, half) = _convert_back(part, path), name.partition(":")
+      part = np.concatenate([arrays[name], part]) if half == "1" else part
+      arrays[name] = np.ascontiguousarray(part)
   return arrays
 
 
-def _convert(array: np.ndarray, path: str) -> np.ndarray:
+def _convert(array: Any, path: str) -> Any:
   if path.endswith("null_group"):
     return array.reshape(-1)
   if "queries_keys_values" in path:  # one matrix of 3D rows there, [D, 3, D] here
     array = array.reshape(3, -1, *array.shape[1:])
-  return np.moveaxis(array, -1, 0) if path.endswith("kernel") else array
+  if path.endswith("mixer/taps"):  # [F, 1, k] there, the token's own last; [k, F] here
+    return array[:, 0, ::-1].T
+  return array.transpose(-1, *range(array.ndim - 1)) if path.endswith(MATRICES) else array
 
 
-def _convert_back(array: np.ndarray, path: str) -> np.ndarray:
+def _convert_back(array: Any, path: str) -> Any:
   if path.endswith("null_group"):
     return array.reshape(1, 1, -1)
-  array = np.moveaxis(array, 0, -1) if path.endswith("kernel") else array
+  if path.endswith("mixer/taps"):
+    return array[::-1].T[:, None]
+  array = array.transpose(*range(1, array.ndim), 0) if path.endswith(MATRICES) else array
   return array.reshape(-1, *array.shape[2:]) if "queries_keys_values" in path else array
 
 

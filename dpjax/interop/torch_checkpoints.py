@@ -3,7 +3,7 @@
 Source: `DispatcherModel` of dispatcher/dispatcher_model.py and of
 dispatcher/dispatcher_model_multihead.py, `TransformerModel` of dispatcher/msa_model.py,
 all fractalego/dispatcher@239608c; `MemTransformerLM` of hourglass.py,
-PiotrNawrot/dynamic-pooling@1e6f360.
+PiotrNawrot/dynamic-pooling@1e6f360. For H-Net see `dpjax.interop.hnet`.
 
 V vocabulary, D width, H head, E feature of a head, F feed-forward width, K level.
 """
@@ -18,7 +18,7 @@ from flax import traverse_util
 from dpjax import config as config_lib
 from dpjax.config import ConfigDict, registry
 from dpjax.errors import UserError
-from dpjax.interop import torch_arrays
+from dpjax.interop import hnet, torch_arrays
 from dpjax.interop.torch_arrays import Table
 from dpjax.layers import embeddings
 
@@ -91,8 +91,9 @@ def from_torch(
   space_ids: tuple[int, ...] = (),
   temperature: float = 0.5,
   sample_boundaries: bool = False,
+  config: Mapping | None = None,
 ) -> tuple[ConfigDict, dict]:
-  """Converts a checkpoint of the papers' authors: Dispatcher, self-attention, pooling.
+  """Converts a checkpoint of the papers' authors: Dispatcher, self-attention, pooling, H-Net.
 
     model_config, params = from_torch(torch.load(path, map_location="cpu"))
     model = dpjax.build_model(model_config)
@@ -107,13 +108,15 @@ def from_torch(
     num_heads: of self-attention, which no name or shape tells (None: 1).
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
       they differ only in the sigmoid of the gates.
-    max_length: the longest T; None: the rows of `pos_encoder.pe`, which the pooling model lacks.
+    max_length: the longest T; None: the rows of `pos_encoder.pe`, which the pooling model lacks,
+      and 8,192 of an H-Net.
     boundaries: of the pooling model: "none", "fixed", "whitespace", "unigram", "entropy" or
       "gumbel"; None if the file tells it, as one without pooling does.
     shortening_factor: k of fixed boundaries, of which the first is at 0, as in the authors' code.
     space_ids: the tokens that end a segment of whitespace, or the reference of gumbel's scores.
     temperature: tau of gumbel.
     sample_boundaries: whether gumbel draws boundaries in evaluation, too, like the authors.
+    config: the JSON of an H-Net, which its arrays need; see `dpjax.interop.hnet.from_torch`.
 
   Returns:
     `config.model`, without dropout, and the parameters, float32.
@@ -125,6 +128,11 @@ def from_torch(
   if variant not in ("paper", "multihead"):
     raise UserError(f"variant: expected paper or multihead, got {variant}")
   state = torch_arrays.find_state(state_dict)
+  if (config is not None) != any(name.startswith("backbone.") for name in state):
+    expected = "none without an H-Net" if config else "the JSON of the H-Net"
+    raise UserError(f"config: expected {expected}, got {'one' if config else 'none'}")
+  if config is not None:
+    return hnet.from_torch(state, config, max_length=max_length or hnet.MAX_LENGTH)
   if "word_emb.weight" in state or "r_w_bias" in state:  # MemTransformerLM
     if variant != "paper":
       raise UserError(f"variant: expected paper for a MemTransformerLM, got {variant}")
@@ -264,6 +272,8 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
 
 def _table_of(model: Mapping) -> Table | None:
   """The table for the authors' model with the same settings, if there is one."""
+  if (table := hnet.find_table(model)) is not None:
+    return table
   mixer, *others = {section["name"] for section in config_lib.mixers_in(model).values()}
   boundaries, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = boundaries in ("unigram", "entropy", "gumbel")

@@ -32,6 +32,9 @@ class SelfAttention(nn.Module):
     dtype: the dtype of the computation; parameters are float32.
     rotary_base: the base of rotary positions (`dpjax.ops.rotate`), 10,000 in the RoPE paper;
       None for no rotation.
+    rotary_features: an even number, how many of a head's features are rotated, the first ones;
+      None: all.
+    out_scale: a factor of the output matrix's initial values.
   """
 
   is_unbounded: ClassVar[bool] = False
@@ -44,12 +47,17 @@ class SelfAttention(nn.Module):
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
   rotary_base: float | None = None
+  rotary_features: int | None = None
+  out_scale: float = 1.0
 
   def __post_init__(self):
     mixer.check_settings(self, sizes=("num_heads", "max_length"), rates=("dropout",))
     if self.rotary_base is not None:
       expected = "None or a number above 1"
       arrays.number("rotary_base", self.rotary_base, expected, lambda x: 1 < x < math.inf)
+    rotated = self.rotary_features
+    if rotated is not None and (type(rotated) is not int or rotated < 2 or rotated % 2):
+      raise ValueError(f"rotary_features: expected None or an even number from 2 on, got {rotated}")
     super().__post_init__()
 
   @nn.compact
@@ -70,7 +78,8 @@ class SelfAttention(nn.Module):
     )
     q, k, v = _queries_keys_values(self, inputs, nn.initializers.xavier_uniform(), self.use_bias)
     if cache is not None and self.window is not None:
-      options: Any = dict(lengths=lengths, rotary_base=self.rotary_base)
+      rotary = dict(rotary_base=self.rotary_base, rotary_features=self.rotary_features)
+      options: Any = dict(lengths=lengths, **rotary)
       y_bthe, cache = ops.local_attention_cached(q, k, v, cache, **options)
     else:
       if self.rotary_base is not None:
@@ -82,7 +91,7 @@ class SelfAttention(nn.Module):
         y_bthe = ops.causal_attention(q, k, v, **options, **_dropout(self, deterministic))
       else:
         y_bthe, cache = ops.causal_attention_cached(q, k, v, cache, lengths=lengths)
-    out = linear(self, inputs.shape[-1], "out", use_bias=self.use_bias)
+    out = linear(self, inputs.shape[-1], "out", scale=self.out_scale, use_bias=self.use_bias)
     y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
@@ -93,6 +102,7 @@ class SelfAttention(nn.Module):
   def _angles(self, base: float, shape, cache, document_starts) -> jax.Array:
     """The angles of `dpjax.ops.rotate`, by the position of each token in its row or document."""
     batch, length, _, features = shape
+    features = self.rotary_features or features
     if self.window is not None:
       # Scores depend only on distances: positions in the row serve documents, too.
       return jnp.asarray(ops.rotary_angles(length, features, base))[None]
@@ -179,6 +189,7 @@ class RelativeAttention(nn.Module):
     position_dropout: the dropout rate of the table of distances, if the layer does not share it.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
+    out_scale: a factor of the output matrix's initial values.
   """
 
   num_heads: int = 1
@@ -187,6 +198,7 @@ class RelativeAttention(nn.Module):
   position_dropout: float = 0.0
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_scale: float = 1.0
 
   def __post_init__(self):
     rates = "dropout", "position_dropout"
@@ -251,7 +263,8 @@ class RelativeAttention(nn.Module):
         q, k, v, r_rhe, *biases, attention, lengths=lengths
       )
       cache = RelativeAttentionCache(attention, r_hre)
-    y_btd = linear(self, width, "out", use_bias=True)(y_bthe.reshape(inputs.shape))
+    out = linear(self, width, "out", scale=self.out_scale, use_bias=True)
+    y_btd = out(y_bthe.reshape(inputs.shape))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:

@@ -27,7 +27,7 @@ class FeedForward(nn.Module):
     swiglu      W2 drop(silu(Wg x + bg) * (W1 x + b1)) + b2
 
   `out_width` is None for the width of the input; weights are N(0, init_std**2) and biases 0, or,
-  for init_std = 0, PyTorch's defaults.
+  for init_std = 0, PyTorch's defaults, and W2 begins `out_scale` times that.
 
   Source: Shazeer 2020, arXiv:2002.05202, for swiglu.
   """
@@ -39,6 +39,7 @@ class FeedForward(nn.Module):
   dtype: jnp.dtype = jnp.float32
   out_width: int | None = None
   use_bias: bool = True
+  out_scale: float = 1.0
 
   @nn.compact
   def __call__(self, inputs: jax.Array, *, deterministic: bool = True) -> jax.Array:
@@ -58,12 +59,14 @@ class FeedForward(nn.Module):
     elif not is_relu:
       x = ACTIVATIONS[self.activation](x)
     x = ops.as_factor(Dropout(self.dropout, is_relu)(x, deterministic=deterministic))
-    return self._linear(x, out_width, "out").reshape(*inputs.shape[:-1], out_width)
+    x = self._linear(x, out_width, "out", self.out_scale)
+    return x.reshape(*inputs.shape[:-1], out_width)
 
-  def _linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
+  def _linear(self, x: jax.Array, features: int, name: str, scale: float = 1.0) -> jax.Array:
     zeros, uniform = nn.initializers.zeros, symmetric_uniform(x.shape[-1] ** -0.5)
     bias_init = zeros if self.init_std else uniform
-    return linear(self, features, name, use_bias=self.use_bias, bias_init=bias_init)(x)
+    options: Any = dict(use_bias=self.use_bias, bias_init=bias_init)
+    return linear(self, features, name, scale=scale, **options)(x)
 
 
 class Block(nn.Module):
@@ -74,17 +77,18 @@ class Block(nn.Module):
 
   Attributes:
     mixer: a `dpjax.layers.mixer.Mixer`.
-    feed_forward: a `FeedForward`, or any module that takes `deterministic`.
+    feed_forward: a `FeedForward`, or any module that takes `deterministic`; None for no second
+      branch.
     mixer_norm: the N of the mixer, such as `Norm()`.
-    feed_forward_norm: that of the feed-forward network, another instance.
+    feed_forward_norm: that of the feed-forward network, another instance, or None.
     is_pre_norm: whether the norms come before the branches.
     dropout: dropout rate of both branches, before they are added.
   """
 
   mixer: nn.Module
-  feed_forward: nn.Module
+  feed_forward: nn.Module | None
   mixer_norm: nn.Module
-  feed_forward_norm: nn.Module
+  feed_forward_norm: nn.Module | None
   is_pre_norm: bool = False
   dropout: float = 0.0
 
@@ -106,11 +110,14 @@ class Block(nn.Module):
       y_btd, cache = mixer(x_btd, deterministic=deterministic, cache=cache, **mixer_inputs)
       return y_btd
 
-    feed_forward: Any = functools.partial(self.feed_forward, deterministic=deterministic)
-    for branch, norm in ((mix, self.mixer_norm), (feed_forward, self.feed_forward_norm)):
+    branches: list[Any] = [(mix, self.mixer_norm)]
+    if self.feed_forward is not None:
+      feed_forward: Any = functools.partial(self.feed_forward, deterministic=deterministic)
+      branches.append((feed_forward, self.feed_forward_norm))
+    for branch, norm in branches:
       drop = functools.partial(Dropout(self.dropout), deterministic=deterministic)
-      if self.is_pre_norm:
-        x_btd = x_btd + drop(branch(norm(x_btd)))
+      if self.is_pre_norm:  # the sum in its own dtype, perhaps a wider one
+        x_btd = x_btd + drop(branch(norm(x_btd))).astype(x_btd.dtype)
       else:
         x_btd = norm(x_btd + drop(branch(x_btd)))
     return x_btd if cache is None else (x_btd, cache)

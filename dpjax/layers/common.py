@@ -33,12 +33,15 @@ def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
   return functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
 
 
-def linear(module: Any, features: int, name: str, **options: Any) -> nn.Dense:
-  """A linear layer of a module, with the weights of its `init_std`; without bias by default."""
+def linear(
+  module: Any, features: int, name: str, *, scale: float = 1.0, **options: Any
+) -> nn.Dense:
+  """A linear layer with `scale` times the weights of a module's `init_std`; by default no bias."""
+  init = weights(module.init_std, linear_kernel)
   return nn.Dense(
     features,
     dtype=module.dtype,
-    kernel_init=weights(module.init_std, linear_kernel),
+    kernel_init=init if scale == 1 else lambda *args: scale * init(*args),
     **PRODUCTS,
     name=name,
     **{"use_bias": False, **options},

@@ -33,6 +33,7 @@ class Dispatcher(nn.Module):
     implementation: see `dpjax.ops.shift_and_sum`.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
+    out_scale: a factor of the output matrix's initial values.
   """
 
   shares_matrices: ClassVar[bool] = True
@@ -44,6 +45,7 @@ class Dispatcher(nn.Module):
   implementation: str | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_scale: float = 1.0
 
   def __post_init__(self):
     sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
@@ -90,7 +92,7 @@ class Dispatcher(nn.Module):
       options: Any = dict(level_keep=level_keep, implementation=self.implementation)
       v_bthe = ops.shift_and_sum(v_bthe, g_bthk, document_starts=document_starts, **options)
     x = v_bthe if self.shares_matrices else v_bthe.reshape(shape)
-    y_btd = linear(self, width, "out")(x).reshape(shape)
+    y_btd = linear(self, width, "out", scale=self.out_scale)(x).reshape(shape)
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:

@@ -33,12 +33,14 @@ class ME(nn.Module):
     implementation: see `dpjax.ops.causal_convolution`.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
+    out_scale: a factor of the output matrix's initial values.
   """
 
   max_length: int
   implementation: str | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_scale: float = 1.0
 
   def __post_init__(self):
     mixer.check_settings(self, sizes=("max_length",), implementations=ops.CAUSAL_CONVOLUTION)
@@ -99,7 +101,8 @@ class WE(ME):
   def _finish(self, inputs: jax.Array, e_btd: jax.Array) -> jax.Array:
     width = inputs.shape[-1]
     a_btd = linear(self, width, "adjustment")(inputs) * e_btd if self.adjustment else e_btd
-    return linear(self, width, "out")(a_btd) if self.output_projection else a_btd
+    out = linear(self, width, "out", scale=self.out_scale)
+    return out(a_btd) if self.output_projection else a_btd
 
 
 class HE(WE):

@@ -45,6 +45,7 @@ class Mamba2(nn.Module):
     num_taps: k.
     init_std: standard deviation of the matrices, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters, steps, states and the norm are float32.
+    out_scale: a factor of the output matrix's initial values.
 
   Source: Dao and Gu 2024, arXiv:2405.21060; initial values: state-spaces/mamba.
   """
@@ -56,6 +57,7 @@ class Mamba2(nn.Module):
   num_taps: int = 4
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_scale: float = 1.0
 
   def __post_init__(self):
     sizes = "max_length", "state_width", "head_width", "expand", "num_taps"
@@ -105,7 +107,8 @@ class Mamba2(nn.Module):
       cache = Mamba2Cache(past, state)
     y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * v_bthp.astype(jnp.float32)
     g_bti = y_bthp.reshape(z_bti.shape) * nn.silu(z_bti.astype(jnp.float32))
-    y_btd = linear(self, width, "out")(norms.rms_norm(g_bti, gain).astype(self.dtype))
+    out = linear(self, width, "out", scale=self.out_scale)
+    y_btd = out(norms.rms_norm(g_bti, gain).astype(self.dtype))
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> Mamba2Cache:

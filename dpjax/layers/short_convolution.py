@@ -24,6 +24,7 @@ class ShortConvolution(nn.Module):
     num_taps: k.
     init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
     dtype: the dtype of the computation; parameters are float32.
+    out_scale: a factor of the output matrix's initial values.
 
   Source: Liquid AI 2025, LFM2.
   """
@@ -32,6 +33,7 @@ class ShortConvolution(nn.Module):
   num_taps: int = 3
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  out_scale: float = 1.0
 
   def __post_init__(self):
     mixer.check_settings(self, sizes=("max_length", "num_taps"))
@@ -59,7 +61,7 @@ class ShortConvolution(nn.Module):
       y_btd = ops.short_convolution(b_btd * v_btd, taps, document_starts=document_starts)
     else:
       y_btd, cache = ops.short_convolution_cached(b_btd * v_btd, taps, cache, lengths=lengths)
-    y_btd = linear(self, width, "out")(c_btd * y_btd)
+    y_btd = linear(self, width, "out", scale=self.out_scale)(c_btd * y_btd)
     return y_btd if cache is None else (y_btd, cache)
 
   def init_cache(self, batch: int, width: int) -> jax.Array:

@@ -41,14 +41,17 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  core = _core(list(config_lib.stages_in(model).values()), frozen)
+  core = _core([*config_lib.stages_in(model).values()], frozen)
   is_plain = isinstance(core, Stack)
+  # The last stack of an hourglass may have a norm of its own.
+  has_final_norm = model["norm_position"] == "pre" and (is_plain or not model["stack_norms"])
   names = "vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings"
+  names += ("embedding_std",)
   return LanguageModel(
     layers=core if is_plain else None,
     hourglass=None if is_plain else core,
     relative_positions=_relative_positions([core]) if is_plain else None,
-    final_norm=_norm(model) if model["norm_position"] == "pre" else None,
+    final_norm=_norm(model) if has_final_norm else None,
     use_bias=model["use_bias"],
     **{name: model[name] for name in names},
     **_drawn(model),
@@ -56,20 +59,29 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
 
 
 def _core(
-  stages: Sequence[Mapping], frozen: LanguageModel | None = None, extra_length: int = 0
+  stages: Sequence[Mapping],
+  frozen: LanguageModel | None = None,
+  extra_length: int = 0,
+  num_branches: int = 0,
 ) -> Stack | Hourglass:
-  """The blocks of a model or of a middle, with any pooling within."""
+  """The blocks of a model or of a middle, with any pooling within, inside `num_branches`."""
   model, *inner = stages
-  if not config_lib.is_pooled(model):
-    return _stack(model, model["mixer"], model["num_layers"], extra_length)
-  first, last = (
-    _stack(model, model[name]["mixer"], model[name]["num_layers"], extra_length)
-    for name in ("first", "last")
-  )
+  is_pooled = config_lib.is_pooled(model)
+  sections = [model["first"], model["last"]] if is_pooled else [model]
+  sizes = [(section["mixer"] or model["mixer"], section["num_layers"]) for section in sections]
+  num_branches += sum(_count_branches(*size) for size in sizes)
+  stacks = [_stack(model, *size, extra_length, num_branches) for size in sizes]
+  if not is_pooled:
+    return stacks[0]
+  first, last = stacks
   inner = inner or [{**model, "boundaries": {"name": "none"}}]
-  middle = _core(inner, extra_length=extra_length + 1)  # with the null group
+  middle = _core(inner, None, extra_length + 1, num_branches)  # with the null group
   inner_stacks = [middle] if isinstance(middle, Stack) else []
   resizes = inner[0]["width"] != model["width"]
+  norms = {}
+  if model["stack_norms"]:
+    norms = {f"{name}_out_norm": _norm(model) for name in ("first", "last")}
+    norms["middle_out_norm"] = _norm(model) if inner_stacks else None
   return Hourglass(
     width=model["width"],
     first=first,
@@ -80,6 +92,8 @@ def _core(
     relative_positions=_relative_positions([first, last, *([] if resizes else inner_stacks)]),
     middle_width=inner[0]["width"] if resizes else None,
     middle_positions=_relative_positions(inner_stacks) if resizes else None,
+    pads_middle=model["middle_resize"] == "padding",
+    **norms,
     **_drawn(model),
   )
 
@@ -125,23 +139,37 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
     )
 
 
-def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> Stack:
+def _count_branches(mixer: Any, num_layers: int) -> int:
+  """The mixers and feed-forward networks of a stack."""
+  sections = [*config_lib.in_turn("", mixer).values()]
+  layers = (sections[i % len(sections)] for i in range(num_layers))
+  return sum(1 + section["has_feed_forward"] for section in layers)
+
+
+def _stack(
+  model: Mapping, mixer: Any, num_layers: int, extra_length: int, num_branches: int
+) -> Stack:
   max_length = model["max_length"] + extra_length
-  sections = config_lib.in_turn("", mixer or model["mixer"]).values()
+  sections = config_lib.in_turn("", mixer).values()
+  drawn = _drawn(model)
+  if model["scale_outputs"]:
+    drawn["out_scale"] = num_branches**-0.5
 
   def make_block(section: Mapping) -> Block:
-    options: Any = dict(position_dropout=model["dropout"], **_drawn(model))
+    options: Any = dict(position_dropout=model["dropout"], **drawn)
+    has_network = section["has_feed_forward"]
+    network = FeedForward(
+      model["feed_forward_width"],
+      model["activation"],
+      model["hidden_dropout"],
+      use_bias=model["use_bias"],
+      **drawn,
+    )
     return Block(
       registry.mixers.maker(section, max_length=max_length, **options)(),
-      FeedForward(
-        model["feed_forward_width"],
-        model["activation"],
-        model["hidden_dropout"],
-        use_bias=model["use_bias"],
-        **_drawn(model),
-      ),
+      network if has_network else None,
       mixer_norm=_norm(model),
-      feed_forward_norm=_norm(model),
+      feed_forward_norm=_norm(model) if has_network else None,
       is_pre_norm=model["norm_position"] == "pre",
       dropout=model["dropout"],
     )
@@ -151,6 +179,7 @@ def _stack(model: Mapping, mixer: Any, num_layers: int, extra_length: int) -> St
     [partial(make_block, section) for section in sections],
     scan_layers=model["scan_layers"],
     remat=model["remat"],
+    residual_dtype=jnp.float32 if model["residual_dtype"] == "float32" else None,
   )
 
 

@@ -75,9 +75,14 @@ class Hourglass(nn.Module):
     middle_norm: N, such as `dpjax.layers.Norm()`; not used without a null group.
     relative_positions: see `dpjax.models.LanguageModel`; for all three stacks.
     middle_width: the width of the middle, with a matrix each way; None means D.
+    pads_middle: whether a learned vector, appended to each segment, fills a wider middle, whose
+      first D features are the result, without matrices.
     middle_positions: like `relative_positions`, for a middle with a width of its own.
     init_std: of the matrices of `middle_width`; see `dpjax.layers.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
+    first_out_norm: a norm after `first`, or None.
+    middle_out_norm: one after a middle that is no hourglass, of its width, or None.
+    last_out_norm: one after `last`, or None.
   """
 
   width: int
@@ -91,14 +96,24 @@ class Hourglass(nn.Module):
   middle_positions: nn.Module | None = None
   init_std: float = 0.0
   dtype: jnp.dtype = jnp.float32
+  pads_middle: bool = False
+  first_out_norm: nn.Module | None = None
+  middle_out_norm: nn.Module | None = None
+  last_out_norm: nn.Module | None = None
 
   def setup(self):
-    """Draws the null group, and the matrices to the width of the middle and back."""
+    """Draws the null group, and what leads to the width of the middle and back."""
     check_settings(self, sizes=("width",) if self.middle_width is None else ("middle_width",))
     if self.boundary_predictor.has_null_group:
       shape = (self.middle_width or self.width,)
       self.null_d = self.param("null_group", nn.initializers.normal(1.0), shape, jnp.float32)
-    if self.middle_width is not None:
+    if self.middle_width is not None and self.pads_middle:
+      size = self.middle_width - self.width
+      if size < 0:
+        expected = f"at least the width {self.width} with pads_middle"
+        raise ValueError(f"middle_width: expected {expected}, got {self.middle_width}")
+      self.padding_p = self.param("middle_padding", nn.initializers.zeros, (size,), jnp.float32)
+    elif self.middle_width is not None:
       init = common.weights(self.init_std, common.linear_kernel)
       shape = (self.width, self.middle_width)
       self.widen_df = self.param("middle_in", init, shape, jnp.float32)
@@ -234,14 +249,19 @@ class Hourglass(nn.Module):
     params = middle.unstack(variables["params"])
     step = functools.partial(middle.apply, {"params": params}, method="step")
     shared = {} if isinstance(middle, Hourglass) else self._positions(self.middle)
+    norm: Any = self.middle_out_norm
+    if norm is not None:
+      norm, variables = norm.unbind()
+      norm = functools.partial(norm.apply, variables)
 
     def step_middle(s_bsd, caches, lengths) -> Any:
       if isinstance(middle, Hourglass):
         num_segments, cache = caches
         stage: Any = step(s_bsd, None, cache, num_before=num_segments, lengths=lengths)
         return narrow(stage.hidden), (num_segments + lengths, stage.cache)
-      s_bsd, caches = step(s_bsd, caches, lengths, **shared)  # pyright: ignore
-      return narrow(s_bsd), caches
+      y_bsd, caches = step(s_bsd, caches, lengths, **shared)  # pyright: ignore
+      y_bsd = y_bsd if norm is None else norm(y_bsd)
+      return narrow(y_bsd.astype(s_bsd.dtype)), caches
 
     u_bcd, latest, middle_cache = _read_segments(
       step_middle, queue_bsd, predictor, output, cache, num_before, lengths
@@ -325,18 +345,35 @@ class Hourglass(nn.Module):
     )
 
   def _projections(self) -> tuple[Callable, Callable]:
-    """Pure functions that project to the width of the middle, and back."""
+    """Pure functions to the width of the middle, and back."""
     if self.middle_width is None:
       return lambda x: x, lambda x: x
+    if self.pads_middle:
+
+      def pad(x):
+        padding = self.padding_p.astype(x.dtype)
+        return jnp.concatenate(
+          [x, jnp.broadcast_to(padding, (*x.shape[:-1], padding.size))], axis=-1
+        )
+
+      return pad, lambda x: x[..., : self.width]
     widen, narrow = (x.astype(self.dtype) for x in (self.widen_df, self.narrow_fd))
     return lambda x: x @ widen, lambda x: x @ narrow
 
   def _run(self, stack, x_btd, *, deterministic, **options) -> jax.Array:
     positions = self._positions(stack, x_btd.shape[1], deterministic=deterministic)
-    return stack(x_btd, deterministic=deterministic, **positions, **options)
+    y_btd = stack(x_btd, deterministic=deterministic, **positions, **options)
+    return self._close(stack, y_btd, x_btd.dtype)
 
   def _step(self, stack, x_bcd, caches, lengths) -> tuple[jax.Array, tuple]:
-    return stack.step(x_bcd, caches, lengths, **self._positions(stack))
+    y_bcd, caches = stack.step(x_bcd, caches, lengths, **self._positions(stack))
+    return self._close(stack, y_bcd, x_bcd.dtype), caches
+
+  def _close(self, stack, x_btd, dtype) -> jax.Array:
+    """Applies the norm after a stack, if it has one."""
+    norms = (self.first_out_norm, self.middle_out_norm, self.last_out_norm)
+    norm: Any = norms[[stack is x for x in (self.first, self.middle, self.last)].index(True)]
+    return (x_btd if norm is None else norm(x_btd)).astype(dtype)
 
   def _positions(self, stack: Any, length: int | None = None, **options) -> dict[str, Any]:
     """The positions that the mixers of a stack share, if they do."""

@@ -62,6 +62,7 @@ class LanguageModel(nn.Module):
     use_bias: whether the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias (Press
       and Wolf 2017, arXiv:1608.05859).
+    embedding_std: that of the embeddings, N(0, embedding_std**2); 0: `init_std`.
   """
 
   vocab_size: int
@@ -77,6 +78,7 @@ class LanguageModel(nn.Module):
   dtype: jnp.dtype = jnp.float32
   use_bias: bool = True
   tie_embeddings: bool = False
+  embedding_std: float = 0.0
 
   @nn.compact
   def __call__(
@@ -127,7 +129,7 @@ class LanguageModel(nn.Module):
     full: Any = dict(deterministic=deterministic, document_starts=document_starts)
     embedding = embeddings.TokenAndPosition(
       *(self.vocab_size, self.width, self.max_length, self.positions, self.dropout),
-      *(self.init_std, self.dtype),
+      *(self.embedding_std or self.init_std, self.dtype),
       name="embedding",
     )
     x_btd = embedding(tokens, num_before=num_before, **full)

@@ -36,6 +36,7 @@ class Stack(nn.Module):
     rest: the blocks of the layers after the last whole period; None without such layers.
     scan_layers: whether to compile one layer, or period, and loop over it.
     remat: whether to keep only each layer's input for the gradient.
+    residual_dtype: the dtype in which branches are summed, and of the result; None: the input's.
 
   Raises:
     ValueError: `num_layers` is not a positive integer, or there are no blocks.
@@ -47,6 +48,7 @@ class Stack(nn.Module):
   rest: BlockGroup | None = None
   scan_layers: bool = True
   remat: bool = False
+  residual_dtype: Any = None
 
   def __post_init__(self):
     arrays.integers(num_layers=self.num_layers)
@@ -95,6 +97,7 @@ class Stack(nn.Module):
       bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T alone.
       required_length: see `dpjax.ops.run_in_bucket`.
     """
+    x_btd = self._residual(x_btd)
     inputs = {"positions": positions, "document_starts": document_starts}
     inputs = {name: x for name, x in inputs.items() if x is not None}
     run = functools.partial(
@@ -145,6 +148,7 @@ class Stack(nn.Module):
       lengths: [B], int32, the number of real tokens in each row; None means all.
       positions: as in a call, for `max_length` distances.
     """
+    x_btd = self._residual(x_btd)
     layers = self.unstack(self.variables["params"])
     blocks = self.unbind()[0].blocks
 
@@ -171,6 +175,9 @@ class Stack(nn.Module):
       looped = [_layer(stacked[i % num_blocks], i // num_blocks) for i in range(num_looped)]
     x_btd, rest = run(x_btd, pairs[num_looped:])
     return x_btd, (*looped, *rest)
+
+  def _residual(self, x_btd: jax.Array) -> jax.Array:
+    return x_btd if self.residual_dtype is None else x_btd.astype(self.residual_dtype)
 
   def unstack(self, params: Mapping) -> Mapping:
     """A copy of the parameters, separate for each layer, under "0", "1", ..."""
@@ -225,12 +232,12 @@ class Stack(nn.Module):
 
 def is_stacked(params: Any) -> Any:
   """Whether the first axis of each array counts the layers of a `Stack`: a tree of bools."""
-  kernel = "feed_forward/hidden/kernel"  # of every block: [D, F], or [num_layers, D, F]
+  gains = "mixer_norm/scale"  # of every block: [D], or [num_layers, D]
 
   def is_of_stack(path, x):
-    return x.ndim == 3 and jax.tree_util.keystr(path[-3:], simple=True, separator="/") == kernel
+    return x.ndim == 2 and jax.tree_util.keystr(path[-2:], simple=True, separator="/") == gains
 
-  stacks = {path[:-3] for path, x in jax.tree.leaves_with_path(params) if is_of_stack(path, x)}
+  stacks = {path[:-2] for path, x in jax.tree.leaves_with_path(params) if is_of_stack(path, x)}
   return jax.tree.map_with_path(
     lambda path, _: any(path[:i] in stacks for i in range(len(path))), params
   )

@@ -185,7 +185,7 @@ def rotary_angles(
 @automatic_axes
 @typed
 def rotate(
-  inputs: Float[Array, "B T H E"], angles: Float[Array, "#B T E//2"]
+  inputs: Float[Array, "B T H E"], angles: Float[Array, "#B T F"]
 ) -> Float[Array, "B T H E"]:
   """Rotates the pairs of features (i, i + E / 2) by their angles.
 
@@ -193,8 +193,9 @@ def rotate(
     output[i + E / 2] = x[i] sin(angles[i]) + x[i + E / 2] cos(angles[i])
 
   The product of a rotated query and a rotated key depends on their positions only through the
-  distance. E is even; angles [1, T, E / 2] are those of all rows. Computed in float32, or in
-  float64 for such inputs.
+  distance. E is even; angles [1, T, E / 2] are those of all rows. Fewer than E / 2 angles rotate
+  the first features as if they were all, and leave the others. Computed in float32, or in float64
+  for such inputs.
 
   Raises:
     ValueError: the shapes do not match.
@@ -204,11 +205,17 @@ def rotate(
   """
   if inputs.shape[3] % 2:
     raise ValueError(f"inputs: expected an even E of [B, T, H, E], got the shape {inputs.shape}")
+  rotated = 2 * angles.shape[2]
+  if rotated > inputs.shape[3]:
+    got = f"{angles.shape} for {inputs.shape}"
+    raise ValueError(f"angles: expected at most E / 2 of [B, T, E / 2], got the shape {got}")
+  inputs, rest = jnp.split(inputs, [rotated], axis=-1)
   dtype = sum_dtype(inputs)
   angles = angles.astype(dtype)[:, :, None]
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   x, y = jnp.split(inputs.astype(dtype), 2, axis=-1)
-  return jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)
+  turned = jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)
+  return jnp.concatenate([turned, rest], axis=-1) if rest.size else turned
 
 
 def check_distances(positions: jax.Array, length: int) -> None:

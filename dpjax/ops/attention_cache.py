@@ -200,6 +200,7 @@ def local_attention_cached(
   *,
   lengths: Integer[Array, "B"] | None = None,
   rotary_base: float | None = None,
+  rotary_features: int | None = None,
 ) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token to itself and the last tokens, M in all.
 
@@ -217,7 +218,8 @@ def local_attention_cached(
     cache:  values [[9 1 2]]  length [5]
 
   Scores of tokens rotated by `rotate` depend only on distances, so the cache holds keys as they
-  are, and a `rotary_base` rotates them as they are read, however far a row goes.
+  are, and a `rotary_base` rotates them as they are read, however far a row goes; of each head the
+  first `rotary_features`, by default all.
 
   The other arguments, the results and the errors are those of `causal_attention_cached`.
   """
@@ -231,7 +233,8 @@ def local_attention_cached(
   def turn(x_bnhe, position_bn):
     if rotary_base is None:
       return x_bnhe
-    table = rotary_angles(window - 1 + chunk, x_bnhe.shape[3], rotary_base)
+    features = rotary_features or x_bnhe.shape[3]
+    table = rotary_angles(window - 1 + chunk, features, rotary_base)
     return rotate(x_bnhe, jnp.asarray(table)[position_bn])
 
   if chunk == 1:

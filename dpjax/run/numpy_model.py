@@ -125,11 +125,12 @@ def mamba2(p, x, mixer):
   return linear(part(p, "out"), g.astype(np.float32))
 
 
-def rotate(x, base):  # [T, H, E]; the pairs are (i, i + E / 2)
+def rotate(x, base, features):  # [T, H, E]; of the first features, the pairs are (i, i + E / 2)
+  x, rest = np.split(x, [features or x.shape[2]], -1)
   angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
   cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
   a, b = np.split(x, 2, -1)
-  return np.concatenate([a * cos - b * sin, a * sin + b * cos], -1).astype(np.float32)
+  return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], -1).astype(np.float32)
 
 
 def attention(p, x, mixer):
@@ -139,7 +140,7 @@ def attention(p, x, mixer):
     qkv = qkv + p["queries_keys_values.bias"][:, None]
   q, k, v = qkv.reshape(3, len(x), mixer["num_heads"], -1)  # [T, H, E] each
   if mixer.get("rotary_base") is not None:
-    q, k = rotate(q, mixer["rotary_base"]), rotate(k, mixer["rotary_base"])
+    q, k = (rotate(z, mixer["rotary_base"], mixer.get("rotary_features")) for z in (q, k))
   if mixer["name"] == "relative_attention":  # content_bias and position_bias [H, E]
     angles = t[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
@@ -174,6 +175,8 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
   for arrays, section in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
     for name in ("mixer", "feed_forward"):
       q, of_norm = part(arrays, name), part(arrays, name + "_norm")
+      if not of_norm:  # a layer without a feed-forward network
+        continue
       y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
       if name == "mixer":
         y = FUNCTIONS[section["name"]]({**q, **positions}, y, section)
@@ -181,6 +184,11 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
         y = feed_forward(q, y, model["activation"])
       x = x + y if model["norm_position"] == "pre" else norm(of_norm, x + y, model)
   return x
+
+
+def stack(p, name, x, model, mixer, positions):
+  x, of_norm = layers(part(p, name), x, model, mixer, positions), part(p, name + "_out_norm")
+  return norm(of_norm, x, model) if of_norm else x
 
 
 def fixed(p, x, tokens, boundaries):  # [T] where segments end
@@ -223,7 +231,7 @@ def routing(p, x, tokens, boundaries):  # [T] the probabilities that segments en
 def hourglass(p, x, tokens, model):
   boundaries, shared = model["boundaries"], part(p, "relative_positions")
   is_routing, middle = boundaries["name"] == "routing", model["middle"]
-  x = layers(part(p, "first"), x, model, model["first"]["mixer"], shared)
+  x = stack(p, "first", x, model, model["first"]["mixer"], shared)
   predictor = part(p, "boundary_predictor")
   chance = FUNCTIONS[boundaries["name"]](predictor, x, tokens, boundaries)
   ends = chance > 0.5
@@ -233,6 +241,8 @@ def hourglass(p, x, tokens, model):
     s = np.reshape(s, (-1, x.shape[1]))
   if "middle_in" in p:
     s = s @ p["middle_in"]
+  if "middle_padding" in p:
+    s = np.hstack([s, np.tile(p["middle_padding"], (len(s), 1))])
   if not is_routing:
     s = norm(part(p, "middle_norm"), np.concatenate([p["null_group"][None], s]), model)
   if middle is not None and middle["boundaries"]["name"] != "none":
@@ -240,7 +250,8 @@ def hourglass(p, x, tokens, model):
     s = hourglass(part(p, "middle"), s, None, {**model, **settings})
   else:
     inner = part(p, "middle_positions") if "middle_in" in p else shared
-    s = layers(part(p, "middle"), s, model, None, inner)
+    s = stack(p, "middle", s, model, None, inner)
+  s = s[:, : x.shape[1]] if "middle_padding" in p else s
   if "middle_out" in p:
     s = s @ p["middle_out"]
   if is_routing:
@@ -251,7 +262,7 @@ def hourglass(p, x, tokens, model):
     x = s[np.cumsum(ends) - 1] + linear(part(predictor, "residual"), x)
   else:
     x = x + s[np.cumsum(ends)]  # the last segment that has ended
-  return layers(part(p, "last"), x, model, model["last"]["mixer"], shared)
+  return stack(p, "last", x, model, model["last"]["mixer"], shared)
 
 
 def forward(tokens, p, model):  # [T] -> [T, V]
@@ -266,7 +277,7 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = layers(part(p, "layers"), x, model, None, part(p, "relative_positions"))
   else:
     x = hourglass(part(p, "hourglass"), x, tokens, model)
-  if model["norm_position"] == "pre":
+  if "final_norm.scale" in p:
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
     return x @ p["embedding.tokens.embedding"].T

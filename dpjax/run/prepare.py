@@ -10,8 +10,10 @@ from dpjax.data import remote
 from dpjax.data.corpus import load_corpus
 from dpjax.data.tokens import Tokens, open_tokens, tokenize, write_reference
 from dpjax.errors import UserError, not_writable
+from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
 from dpjax.run.workdir import find, on_first_process
+from dpjax.text.characters import BytesWithEnds
 from dpjax.text.factory import load_tokenizer
 from dpjax.text.tokenizer import Tokenizer
 
@@ -135,7 +137,11 @@ def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> To
   """The tokenizer of the run that the settings name, if any, or its copy, `run_tokenizer`."""
   file, init_from = config.data.tokenizer.file, config.train.init_from
   key, source = ("data.tokenizer.file", file) if file else ("train.init_from", init_from)
-  tokenizer = (run_tokenizer or load_tokenizer(find(source), key)) if source else None
+  tokenizer = run_tokenizer if source else None
+  if source and tokenizer is None:
+    folder = find(source)
+    is_released = hnet.find(folder) is not None
+    tokenizer = BytesWithEnds() if is_released else load_tokenizer(folder, key)
   if tokenizer is None:
     if source and not file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")

@@ -19,10 +19,12 @@ from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
+from dpjax.interop import hnet
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
 from dpjax.run import export, prepare
 from dpjax.run import workdir as workdir_lib
+from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
 from dpjax.training import step as step_lib
@@ -276,21 +278,36 @@ class Run:
     )
 
 
-def load(workdir: str | Path, step: int | None = None, *, model: build.CustomModel = None) -> Run:
+def load(
+  workdir: str | Path,
+  step: int | None = None,
+  *,
+  model: build.CustomModel = None,
+  dtype: str = "float32",
+) -> Run:
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
   Args:
     workdir: a folder that `train` or `Run.save` wrote, or a model at the Hugging Face Hub,
       "hf://OWNER/NAME" or "hf://OWNER/NAME@REVISION". Reading it runs no code of the folder.
+      Also an H-Net as its authors release it: a folder, or the path, of one `.pt` or
+      `.safetensors` with its JSON.
     step: the step of the checkpoint; None is the best by validation, or with a warning the one
       before a damaged one.
     model: the `model` given to `train`, if any.
+    dtype: of an H-Net of its authors: "bfloat16" computes in it, and halves the memory.
 
   Raises:
     ValueError: there is no run, no such step, or no intact checkpoint of finite numbers.
     OSError: a file cannot be read.
   """
   workdir = workdir_lib.find(workdir)
+  if (released := hnet.find(workdir)) is not None:
+    if step is not None or model is not None:
+      raise UserError("step, model: expected None for an H-Net of its authors, got another")
+    return _load_released(workdir, *released, dtype)
+  if dtype != "float32":
+    raise UserError(f"dtype: expected float32 for a run, which has a model.dtype, got {dtype}")
   config = workdir_lib.read_config(workdir)
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
@@ -306,13 +323,27 @@ def load(workdir: str | Path, step: int | None = None, *, model: build.CustomMod
       origin = {"tokenizer": data.tokenizer.to_json()}
       field = "average" if config.train.ema_decay else "params"
       saved_step, params = saved.restore_step(abstract.params, step, origin, field)
+  _check_finite(params, workdir)
+  return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
+
+
+def _load_released(place: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
+  """An H-Net as its authors release it."""
+  config = config_lib.default()
+  config.model, params = hnet.read(arrays, config_file, dtype=dtype)
+  _check_finite(params, place)
+  config.data.tokenizer = BytesWithEnds.name
+  config.eval.batch_size = 1
+  return Run(config, build.assemble(config.model), params, BytesWithEnds(), 0)
+
+
+def _check_finite(params: Any, workdir: Path) -> None:
   for path, array in jax.tree.leaves_with_path(params):
     # All processes of a sharded run get the same answer.
     is_local = array.is_fully_addressable or array.is_fully_replicated
     if not (np.isfinite(array).all() if is_local else _is_finite(array)):
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
-  return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
 
 
 _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())

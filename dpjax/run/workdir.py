@@ -27,6 +27,7 @@ from dpjax import files, hub
 from dpjax.config import ConfigDict, loading, registry, schema, sections
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
+from dpjax.interop import hnet
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
@@ -46,12 +47,21 @@ def find(address: str | Path) -> Path:
   else:
     folder = hub.download(str(address), EXPORTED)
     if missing := [name for name in _EACH if not (folder / name).exists()]:
+      if (released := _download_released(str(address))) is not None:
+        return released
       hub.check_fetched(str(address), missing)
       expected = "expected a model that dpjax exported"
       raise UserError(f"{address}: {expected}, got a repository without {', '.join(missing)}")
   if is_exported(folder):
     check_exported(folder, *CHECKED[1:])
   return folder
+
+
+def _download_released(address: str) -> Path | None:
+  """The folder, or the file, of a model at the Hub that is an H-Net of its authors; else None."""
+  folder = hub.download(address, ["*.json"])
+  names = hnet.names_in(folder)
+  return hub.download(address, ["*.json", *names]) if names else None
 
 
 def check_exported(folder: Path, *names: str) -> bool:
@@ -136,8 +146,9 @@ def is_exported(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-  """Whether a folder belongs to a run or an exported run."""
-  return (folder / "checkpoints").is_dir() or is_exported(folder)
+  """Whether a folder belongs to a run, an exported run, or an H-Net of its authors."""
+  has_run = (folder / "checkpoints").is_dir() or is_exported(folder)
+  return has_run or hnet.find(folder) is not None
 
 
 def has_saved(workdir: Path) -> bool:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from dpjax.text.characters import Bytes as Bytes
+  from dpjax.text.characters import BytesWithEnds as BytesWithEnds
   from dpjax.text.characters import Characters as Characters
   from dpjax.text.factory import tokenizer_from_json as tokenizer_from_json
   from dpjax.text.factory import train_tokenizer as train_tokenizer

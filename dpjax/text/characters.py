@@ -113,3 +113,12 @@ class Bytes(Tokenizer):
   def as_bytes(self) -> list[bytes]:
     """See `Tokenizer`."""
     return [bytes([i]) for i in range(256)]
+
+
+class BytesWithEnds(Bytes):
+  """Bytes of which two that UTF-8 does not have begin and end a text, as in H-Net."""
+
+  name = "bytes_with_ends"
+  start_id = 254
+  end_id = 255
+  begins_texts = True

@@ -7,14 +7,18 @@ from typing import Any
 
 from dpjax import files
 from dpjax.errors import UserError, unknown
-from dpjax.text.characters import Bytes, Characters
+from dpjax.text.characters import Bytes, BytesWithEnds, Characters
 from dpjax.text.pieces import BytePairs, WordPiece
 from dpjax.text.sentencepiece import SentencePieceBpe, SentencePieceUnigram
 from dpjax.text.tokenizer import FORMAT, Tokenizer, file_error
 
-_CLASSES = (Characters, Bytes, SentencePieceUnigram, SentencePieceBpe, WordPiece, BytePairs)
+_CLASSES = (
+  *(Characters, Bytes, BytesWithEnds, SentencePieceUnigram, SentencePieceBpe),
+  *(WordPiece, BytePairs),
+)
 TOKENIZERS: dict[str, Any] = {each.name: each for each in _CLASSES}
-CHARACTER_TOKENIZERS = (Characters.name, Bytes.name)  # whose tokens are parts of single characters
+# Their tokens are parts of single characters.
+CHARACTER_TOKENIZERS = Characters.name, Bytes.name, BytesWithEnds.name
 
 
 def train_tokenizer(name: str, chunks: Iterable[str], **settings: Any) -> Tokenizer:

@@ -29,6 +29,8 @@ class Tokenizer(abc.ABC):
     name: the name in configurations and files.
     vocab_size: V, the number of ids.
     start_id: the id before the first token of a text: the line end, if the vocabulary has one.
+    end_id: the id that ends a text, and generation; None if no id does.
+    begins_texts: whether generation begins with `start_id` also before a prompt.
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
     space_ids: the ids of the space and the line end, of "characters" (if known) and "bytes".
@@ -38,6 +40,8 @@ class Tokenizer(abc.ABC):
   name: str
   vocab_size: int
   start_id: int
+  end_id: int | None = None
+  begins_texts: bool = False
   unknown_id: int | None = None
   lossless: bool
   space_ids: tuple[int, ...] = ()

@@ -4,8 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpjax import layers
+from dpjax import layers, models
 from dpjax.layers import block as block_lib
+
+
+def test_branches_are_summed_in_the_wider_dtype():
+  norm = layers.Norm("rms_norm", jnp.bfloat16)
+  block = layers.Block(layers.ShortConvolution(5, dtype=jnp.bfloat16), None, norm, None, True)
+  inputs = jnp.float32(np.random.default_rng(0).standard_normal((2, 5, 6)))
+  params = jax.tree.map(jnp.zeros_like, block.init(jax.random.key(0), inputs)["params"])
+  assert params.keys() == {"mixer", "mixer_norm"}  # one branch, which gives 0
+  apply = models.Stack(1, block, residual_dtype=jnp.float32).apply
+  layer = {"params": jax.tree.map(lambda x: x[None], params)}
+  np.testing.assert_array_equal(apply(layer, inputs), inputs)
+  output = apply(layer, inputs.astype(jnp.bfloat16))
+  assert output.dtype == jnp.float32
 
 
 def test_gelu_is_by_erf():

@@ -60,6 +60,15 @@ def test_feed_forward():
     is_uniform(params[name]["bias"], fan_in**-0.5)
 
 
+def test_outputs_begin_smaller_on_request():
+  layer = block.FeedForward(HIDDEN, out_scale=0.5)
+  params = init(layer)
+  is_uniform(params["hidden"]["kernel"], WIDTH**-0.5)
+  is_uniform(params["out"]["kernel"], 0.5 * HIDDEN**-0.5)
+  out = init(attention.SelfAttention(3, 512, init_std=0.3, out_scale=0.1))["out"]["kernel"]
+  is_normal(out, 0.03)
+
+
 @pytest.mark.parametrize(
   "layer, shape, fan_in",
   # The weights of a convolution over all channels, over each, and over one for all.

@@ -26,6 +26,7 @@ SETTINGS = dict(
 SETTINGS |= dict(norm_type="rms_norm", norm_epsilon=1e-3, activation="swiglu")
 SETTINGS |= dict(dropout=0.1, hidden_dropout=0.2)
 OPTIONS = dict(num_heads=3, num_levels=2, level_dropout=0.3, dropout=0.3, use_bias=False)
+OPTIONS |= dict(rotary_features=2, expand=2, state_width=5, head_width=4)
 OPTIONS |= dict(rotary_base=50.0, window=5, num_taps=4, adjustment=False, output_projection=False)
 OPTIONS |= dict(state_width=5, head_width=3, expand=3)
 
@@ -50,7 +51,7 @@ def positions(num_heads):
 
 @pytest.mark.parametrize("mixer", registry.mixers.names())
 def test_every_setting_arrives(mixer):
-  names = registry.mixers.settings(mixer)
+  names = registry.mixers.settings(mixer).keys() - {"has_feed_forward"}
   forms = ops.CAUSAL_CONVOLUTION if "adjustment" in names or mixer == "me" else ops.SHIFT_AND_SUM
   options = OPTIONS | dict(implementation=next(iter(forms)))
   options = {name: options[name] for name in names}
@@ -101,11 +102,41 @@ def two_stages(outer=None, inner=None, **middle):
   return settings("relative_attention", outer or "routing", middle=stage, first=first, last=first)
 
 
+def test_the_settings_of_the_frame_arrive():
+  frame = dict(stack_norms=True, residual_dtype="float32", middle_resize="padding")
+  frame |= dict(scale_outputs=True, embedding_std=0.7)
+  config = two_stages(width=15)
+  config.update(**frame, norm_position="pre", mixer=config_lib.mixer("attention", num_heads=3))
+  bare = config_lib.mixer("dispatcher", has_feed_forward=False)
+  config.first.update(mixer=(config_lib.mixer("me"), bare), num_layers=3)
+  model = dpjax.build_model(config)
+  outer, inner = model.hourglass, model.hourglass.middle
+  assert (model.final_norm, model.embedding_std) == (None, 0.7)
+  for stage in (outer, inner):
+    assert stage.first_out_norm and stage.last_out_norm
+    assert stage.first.residual_dtype == stage.last.residual_dtype == jnp.float32
+  assert outer.middle_out_norm is None and inner.middle_out_norm
+  assert (outer.pads_middle, outer.middle_width, inner.middle_width) == (True, 15, None)
+  # Branches: 2 + 1 + 2 and 2 in the outer stage, 2 and 2 in the inner one, 4 innermost.
+  network, none = (block.feed_forward for block in outer.first.blocks)
+  scales = network.out_scale, inner.first.block.mixer.out_scale, inner.middle.block.mixer.out_scale
+  assert none is None and scales == (7**-0.5, 11**-0.5, 15**-0.5)
+  assert [x.mixer.out_scale for x in outer.first.blocks] == [7**-0.5] * 2
+  plain = settings(norm_position="pre", stack_norms=True, residual_dtype="float32")
+  assert dpjax.build_model(plain).final_norm is not None
+
+
 THRESHOLD = dict(run="a", theta=1.0)
 
 
 def kind(name, **own):
   return lambda: settings("dispatcher", config_lib.boundaries(name, **own))
+
+
+def padded(**middle):
+  config = two_stages(**middle)
+  config.middle_resize = "padding"
+  return config
 
 
 def threshold(**own):
@@ -132,6 +163,23 @@ def stage(name, **own):
     (lambda: two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
     (lambda: two_stages(width=-1), "middle.width: expected at least 0"),
     (lambda: two_stages(outer="none"), "first.num_layers: expected 2"),
+    (
+      lambda: settings(stack_norms=True),
+      "stack_norms: expected False with model.norm_position = p",
+    ),
+    (
+      lambda: settings(residual_dtype="float32"),
+      "residual_dtype: expected model with model.norm_p",
+    ),
+    (lambda: padded(width=4), "middle.width: expected 0 or at least the 6 around it"),
+    (
+      lambda: settings(config_lib.mixer("attention", num_heads=3, rotary_features=4)),
+      "mixer.rotary_features: expected None or at most the 2 features of a head, got 4",
+    ),
+    (
+      lambda: settings(config_lib.mixer("attention", rotary_features=3)),
+      "mixer.rotary_features: expected None or an even number from 2 on, got 3",
+    ),
   ],
 )
 def test_refusals(make, message):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dpjax import ops
 
@@ -40,6 +41,17 @@ def test_products_depend_on_the_distance_alone():
   # Nothing turns at a distance of 0.
   diagonal = (jnp.diagonal(x, axis1=2, axis2=3) for x in (scores(0), plain))
   np.testing.assert_allclose(*diagonal, rtol=1e-5, atol=1e-5)
+
+
+def test_fewer_angles_turn_the_first_features():
+  table = jnp.asarray(ops.rotary_angles(LENGTH, 4, BASE))[None]
+  output = ops.rotate(draw(), table)
+  np.testing.assert_array_equal(output[..., 4:], draw()[..., 4:])
+  np.testing.assert_array_equal(output[..., :4], ops.rotate(draw()[..., :4], table))
+  with pytest.raises(
+    ValueError, match=r"angles: expected at most E / 2 .* got the shape \(1, 7, 2"
+  ):
+    ops.rotate(draw()[..., :2], table)
 
 
 def test_distant_positions_lose_no_digits():

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dpjax.text import tokenizer
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.factory import tokenizer_from_json, train_tokenizer
 from tests import helpers
 from tests.text.test_subwords import train_sentencepiece
 
@@ -22,6 +22,16 @@ def test_cut_lines_keeps_every_character():
 def test_as_ids_refuses_unknown_ids(ids):
   with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 6, got"):
     tokenizer.as_ids(ids, 7)
+
+
+def test_bytes_with_ends_have_two_that_no_text_has():
+  known = train_tokenizer("bytes_with_ends", [])
+  ids = [known.start_id, *known.encode("\u00e9"), 0xC3, ord("("), known.end_id]
+  assert ids == [254, 0xC3, 0xA9, 0xC3, 0x28, 255]
+  assert known.decode(ids) == "\ufffd\u00e9\ufffd(\ufffd"
+  stream = tokenizer.TextStream(known)
+  assert "".join(stream.push([i]) for i in ids) + stream.finish() == known.decode(ids)
+  assert tokenizer_from_json(known.to_json()).to_json() == known.to_json()
 
 
 def test_clean_cuts_are_those_that_change_no_subword():

@@ -1,0 +1,114 @@
+"""Reads named arrays of a `.pt` or `.safetensors` one at a time, without PyTorch and its code."""
+
+import collections
+import math
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dpjax import files
+from dpjax.errors import UserError
+
+SUFFIXES = (".pt", ".safetensors")
+_STORAGES = {"Float": "float32", "BFloat16": "bfloat16", "Half": "float16"}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class StoredArray(NamedTuple):
+  """An array in a file, which `np.asarray` reads."""
+
+  shape: tuple[int, ...]
+  read: Callable[[], np.ndarray]
+
+  def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    return np.asarray(self.read(), dtype)
+
+
+def open_arrays(path: Path) -> Mapping[str, Any]:
+  """The content of a file: a mapping of names to `StoredArray`, in a `.pt` perhaps of mappings.
+
+  Raises:
+    UserError: the file is damaged, or holds other objects than arrays of 16 or 32 bits.
+  """
+  files.check_plain(path)
+  try:
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pt(path)
+  except UserError:
+    raise
+  except Exception as error:  # A damaged file shows as any of several types.
+    if isinstance(error, OSError) and error.errno:
+      raise
+    reason = f"{type(error).__name__}: {error}"
+    raise UserError(f"{path}: expected a complete file of arrays, got {reason}") from error
+
+
+def _open_safetensors(path: Path) -> dict[str, StoredArray]:
+  def reader(name):
+    # Opened for each array: the pages of one that stays mapped would count as memory.
+    def read():
+      with safe_open(path, "flax") as file:
+        return np.asarray(file.get_tensor(name))
+
+    return read
+
+  arrays = {}
+  with safe_open(path, "flax") as file:
+    for name in file.keys():
+      about = file.get_slice(name)
+      if about.get_dtype() not in _DTYPES:
+        raise SafetensorError(f"{name} of {about.get_dtype()}")
+      arrays[name] = StoredArray(tuple(about.get_shape()), reader(name))
+  return arrays
+
+
+def _open_pt(path: Path) -> Mapping[str, Any]:
+  """A zip archive of a pickle and, uncompressed, the storages that it names."""
+  with zipfile.ZipFile(path) as archive:
+    entry = next(x for x in archive.namelist() if x.endswith("data.pkl"))
+    with archive.open(entry) as file:
+      return _Unpickler(file, path, entry.removesuffix("data.pkl")).load()
+
+
+class _Unpickler(pickle.Unpickler):
+  """Knows what a dictionary of arrays needs, and no other class or function."""
+
+  def __init__(self, file, path: Path, prefix: str):
+    super().__init__(file)
+    self._path, self._prefix = path, prefix
+
+  def find_class(self, module: str, name: str) -> Any:
+    storage = name.removesuffix("Storage")
+    if module == "torch" and storage in _STORAGES:
+      return _STORAGES[storage]
+    known = {
+      ("collections", "OrderedDict"): collections.OrderedDict,
+      ("torch._utils", "_rebuild_tensor_v2"): self._array,
+      ("torch._utils", "_rebuild_parameter"): lambda array, *_: array,
+    }
+    if (module, name) not in known:
+      raise pickle.UnpicklingError(f"an object of {module}.{name}")
+    return known[module, name]
+
+  def persistent_load(self, pid: Any) -> tuple[str, str]:
+    _, dtype, key, *_ = pid
+    return dtype, f"{self._prefix}data/{key}"
+
+  def _array(self, storage, offset, shape, strides, *_) -> StoredArray:
+    dtype, entry = jnp.dtype(storage[0]), storage[1]
+    contiguous = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if any(x != y for x, y, size in zip(strides, contiguous, shape, strict=True) if size > 1):
+      raise pickle.UnpicklingError(f"an array of strides {strides}")
+
+    def read() -> np.ndarray:
+      with zipfile.ZipFile(self._path) as archive:
+        content = archive.read(entry)
+      start = offset * dtype.itemsize
+      return np.frombuffer(content, dtype, math.prod(shape), start).reshape(shape)
+
+    return StoredArray(tuple(shape), read)
