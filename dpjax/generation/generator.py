@@ -15,10 +15,14 @@ from dpjax.errors import UserError
 from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel
+from dpjax.ops.attention_cache import AttentionCache, resize_attention_cache
 from dpjax.text.tokenizer import TextStream, Tokenizer
 
 # Tokens of a call, by steps and by full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4
+# Attention reads all slots of a cache. Caches of more bytes get them as rows grow, by doublings,
+# each of which compiles once.
+_SMALL_CACHE, _LEAST_SLOTS = 2**25, 128
 
 
 class Piece(NamedTuple):
@@ -55,8 +59,9 @@ class Generator:
     self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
     # A model made in Python may have none.
     self._has_cache = getattr(model, "has_cache", False)
-    self._by_layer = jax.jit(model.unstack) if self._has_cache else None
-    self._begin = jax.jit(self._begin_rows)
+    self._by_layer = jax.jit(self._unstack) if self._has_cache else None
+    self._begin = jax.jit(self._begin_rows, static_argnames="slots")
+    self._resize = jax.jit(self._resize_cache, static_argnames="slots")
     self._advance = {
       is_cached: jax.jit(partial(self._advance_rows, is_cached=is_cached), donate_argnames="state")
       for is_cached in (True, False)
@@ -147,12 +152,16 @@ class Generator:
       longest = max(map(len, rows))
       size = 1 << (longest - 1).bit_length()  # few sizes are few programs
       size = min(size, self._window) if longest <= self._window else size
-      state = self._begin(layer_params, *_pad(rows, size), keys)
+      slots = self._num_slots(len(rows), longest)
+      state = self._begin(layer_params, *_pad(rows, size), keys, slots=slots)
     else:
-      layer_params, state = params, self._slide(rows)
+      layer_params, state, slots = params, self._slide(rows), 0
     while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:
-      if is_cached and slides and max(len(rows[i]) for i in active) > self._window:
+      longest = max(len(rows[i]) for i in active)
+      if is_cached and slides and longest > self._window:
         is_cached, layer_params, state = False, params, self._slide(rows)
+      elif is_cached and (more := self._num_slots(len(rows), longest)) > slots:
+        slots, state = more, state._replace(cache=self._resize(state.cache, slots=more))
       state, tokens = self._advance[is_cached](layer_params, state, keys, draw)
       pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
       tokens = np.asarray(tokens).tolist()
@@ -189,6 +198,28 @@ class Generator:
     last = jnp.asarray([row[-1] for row in rows], jnp.int32)
     return decode.State(last, jnp.asarray(lengths), decode.WindowCache(*window))
 
+  def _unstack(self, params):
+    """The parameters layer by layer, matrices in the dtype in which a layer multiplies."""
+    dtype = getattr(self._model, "dtype", jnp.float32)
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, self._model.unstack(params))
+
+  def _num_slots(self, batch: int, longest: int) -> int:
+    """The slots of an attention's cache of B rows, for the next call."""
+    caches = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
+    most = max((x.keys.shape[2] for x in caches), default=0)
+    if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_CACHE:
+      return most
+    # A middle counts segments, and the null group besides.
+    needed = longest - 1 + _CHUNK + max(0, most - self._window)
+    return min(most, 1 << (max(needed, _LEAST_SLOTS) - 1).bit_length())
+
+  def _resize_cache(self, cache, *, slots: int):
+    full = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(len(cache.length))))
+    leaves, structure = jax.tree.flatten(cache, is_leaf=_is_attention)
+    sizes = iter(min(slots, x.keys.shape[2]) for x in full)
+    leaves = [resize_attention_cache(x, next(sizes)) if _is_attention(x) else x for x in leaves]
+    return jax.tree.unflatten(structure, leaves)
+
   def _step(self, params, keys, is_cached: bool) -> decode.Step:
     def apply(tokens, num_before, **inputs) -> Any:
       if self._draws_boundaries:
@@ -204,8 +235,8 @@ class Generator:
       return step
     return decode.sliding_window(lambda tokens, num_before: apply(tokens, num_before).logits)
 
-  def _begin_rows(self, params, prompt, lengths, keys):
-    cache = self._model.init_cache(len(prompt))
+  def _begin_rows(self, params, prompt, lengths, keys, *, slots: int):
+    cache = self._resize_cache(self._model.init_cache(len(prompt)), slots=slots)
     step = self._step(params, keys, True)
     return decode.begin(step, cache, prompt, lengths, chunk=self._window)
 
@@ -213,6 +244,14 @@ class Generator:
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
     return decode.advance(step, state, keys, num_tokens=num_tokens, **draw)
+
+
+def _is_attention(x: Any) -> bool:
+  return isinstance(x, AttentionCache)
+
+
+def _attention_caches(cache: Any) -> list[AttentionCache]:
+  return [x for x in jax.tree.leaves(cache, is_leaf=_is_attention) if _is_attention(x)]
 
 
 def check_prompt(

@@ -20,7 +20,7 @@ from dpjax.ops.arrays import typed
 from dpjax.ops.attention import causal_attention, check_distances, rotary_angles, rotate
 from dpjax.ops.documents import check_lengths, is_real
 from dpjax.ops.placement import automatic_axes
-from dpjax.ops.products import product
+from dpjax.ops.products import LOW, low_product, product
 
 
 class AttentionCache(NamedTuple):
@@ -55,6 +55,19 @@ def init_attention_cache(
   return AttentionCache(
     jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32)
   )
+
+
+def resize_attention_cache(cache: AttentionCache, max_length: int) -> AttentionCache:
+  """The same rows in M = `max_length` slots, if no row has more tokens than either cache slots.
+
+  A step reads all slots, filled or not, so a short cache is fast while rows are short.
+  """
+
+  def resize(x_bhme):
+    edges = [(0, 0, 0), (0, 0, 0), (0, max_length - x_bhme.shape[2], 0), (0, 0, 0)]
+    return jax.lax.pad(x_bhme, jnp.zeros((), x_bhme.dtype), edges)
+
+  return AttentionCache(resize(cache.keys), resize(cache.values), cache.length)
 
 
 @automatic_axes
@@ -327,10 +340,17 @@ def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
   weights_bhcn = jax.nn.softmax(scores_bhcn, axis=-1).astype(dtype)
   ends = np.cumsum([x.shape[2] for x in values])
   outputs = [
-    jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme.astype(dtype))
+    _product_of_values(weights_bhcm, values_bhme.astype(dtype))
     for weights_bhcm, values_bhme in zip(jnp.split(weights_bhcn, ends[:-1], 3), values, strict=True)
   ]
-  return sum(outputs[1:], outputs[0])
+  return sum(outputs[1:], outputs[0]).astype(dtype)
+
+
+def _product_of_values(weights_bhcm, values_bhme) -> jax.Array:
+  spec = "bhcm,bhme->bche"
+  if values_bhme.dtype in LOW:
+    return low_product(weights_bhcm, values_bhme, spec, values_bhme.dtype)
+  return jnp.einsum(spec, weights_bhcm, values_bhme)
 
 
 def _zero_padding(x_bche, lengths) -> jax.Array:

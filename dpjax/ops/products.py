@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dpjax.ops import arrays
 from dpjax.ops.placement import automatic_axes, by_platform, divide_rows, pvary_like
 
-_LOW = (jnp.bfloat16, jnp.float16)
+LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
 
 
@@ -53,7 +53,7 @@ def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
   if _context.value == "bfloat16":
     is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return jnp.dtype(jnp.bfloat16) if is_low else None
-  return x.dtype if x.dtype == y.dtype and x.dtype in _LOW else None
+  return x.dtype if x.dtype == y.dtype and x.dtype in LOW else None
 
 
 def as_factor(x: jax.Array) -> jax.Array:
@@ -108,7 +108,8 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """The einsum, with the summed axes of `x` last in memory.
 
   XLA:CPU multiplies other orders in float32 (results/products.json), also those of a transposition
-  without the constraint, which then moves nothing.
+  without the constraint, which then moves nothing. A single row takes a loop of 1 GB/s; with a
+  second row of zeros, and sums over `_PART` terms at a time, it is faster than in float32.
   """
   terms, result = spec.split("->")
   a, b = terms.split(",")
@@ -121,15 +122,39 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
   axes = [order.index(c) for c in summed], [b.index(c) for c in summed]
   batch = [order.index(c) for c in shared], [b.index(c) for c in shared]
+  if math.prod(x.shape[order.index(c)] for c in rows) == 1:
+    z = _multiply_row(x, y, axes, batch)
+  else:
+    z = lax.dot_general(x, y, (axes, batch), **_SUMS)
   # The result of a product that is transposed may become one that XLA:CPU does not have.
-  z = lax.optimization_barrier(lax.dot_general(x, y, (axes, batch), **_SUMS))
+  z = lax.optimization_barrier(z)
   return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
+
+
+_PART = 64  # terms of a sum of one row, by benchmarks/generation.py
+
+
+def _multiply_row(x: jax.Array, y: jax.Array, axes: Any, batch: Any) -> jax.Array:
+  """`lax.dot_general` of factors of 16 bits, x [shared.., 1.., summed..]."""
+  num_summed, num_shared = len(axes[0]), len(batch[0])
+  columns = [n for i, n in enumerate(y.shape) if i not in (*axes[1], *batch[1])]
+  shape = *x.shape[: x.ndim - num_summed], *columns
+  x = x.reshape(*x.shape[:num_shared], 1, *x.shape[x.ndim - num_summed :])
+  has_parts = axes[1] == [0] and x.size % _PART == 0
+  if has_parts:
+    x, y = x.reshape(-1, 1, _PART), y.reshape(-1, _PART, *y.shape[1:])
+    num_shared, batch, axes = 1, ([0], [0]), ([2], [1])
+  x = jnp.pad(x, [(0, i == num_shared) for i in range(x.ndim)])
+  axes = [*range(num_shared + 1, x.ndim)], axes[1]
+  z = lax.dot_general(x, y, (axes, ([*range(num_shared)], batch[1])), **_SUMS)
+  z = lax.index_in_dim(z, 0, num_shared, keepdims=False)
+  return (jnp.sum(z, axis=0) if has_parts else z).reshape(shape)
 
 
 def promote(*operands: Any, dtype: Any, inexact: bool = True) -> list[Any]:
   """Flax's `promote_dtype`, but for inputs that `as_factor` has rounded already."""
   inputs, *params = operands
-  is_factor = inputs.dtype in _LOW and inputs.dtype == factor_dtype(inputs, params[0])
+  is_factor = inputs.dtype in LOW and inputs.dtype == factor_dtype(inputs, params[0])
   inputs = inputs if is_factor else inputs.astype(dtype)
   return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
 
