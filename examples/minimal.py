@@ -1,11 +1,11 @@
 """A Dispatcher language model in one file: python examples/minimal.py.
 
 It learns the characters of Python's own manual, in about a minute on two CPU cores, and then writes
-some text. The Dispatcher (aclanthology.org/2022.clasp-1.3) is a Transformer whose self-attention,
-with its O(T^2) work, is replaced by shift-and-sum, with O(T log T). The rest is standard: layers
-with residuals, the cross entropy of the next character, and Adam.
+some text. The Dispatcher (aclanthology.org/2022.clasp-1.3) is a Transformer whose O(T^2)
+self-attention is replaced by O(T log T) shift-and-sum. The rest is standard: layers with
+residuals, the cross entropy of the next character, and Adam.
 
-B batch, T position, D width, K level, V vocabulary; names end in the shapes of their arrays.
+B batch, T position, D width, K level, V vocabulary; names end with the shapes of their arrays.
 """
 
 import sys
@@ -28,8 +28,8 @@ class Dispatcher(nn.Module):
 
     v_0 = W_in x,  v_{k+1}[t] = v_k[t] + sigmoid(W_c x[t])_k v_k[t - 2**k],  y = W_out v_K
 
-  After K levels v_K[t] is a sum over the 2**K positions that end at t, with weights that the text
-  decides, and of nothing later. `layers.Dispatcher` adds heads, dropout and a cache.
+  After K levels v_K[t] is a sum over the 2**K positions up to t, and no later ones; its weights
+  depend on the text. `layers.Dispatcher` adds heads, dropout and a cache.
   """
 
   @nn.compact
@@ -38,7 +38,7 @@ class Dispatcher(nn.Module):
     num_levels = ops.num_levels(LENGTH)  # log2(T)
     v_btd = nn.Dense(WIDTH, use_bias=False, name="values")(x_btd)
     g_btk = nn.sigmoid(nn.Dense(num_levels, use_bias=False, name="gates")(x_btd))
-    # The operator has an axis of heads, here of one, after T.
+    # The operator has a head axis after T, here of size 1.
     v_btd = ops.shift_and_sum(v_btd[:, :, None], g_btk[:, :, None])[:, :, 0]
     return nn.Dense(WIDTH, use_bias=False, name="out")(v_btd)
 
@@ -86,7 +86,7 @@ def train(model: Model, tokens: np.ndarray, num_steps: int) -> dict:
 
 
 def sample(model: Model, params: dict, prompt: np.ndarray, length: int) -> np.ndarray:
-  """Continues a prompt, one character after the other, each drawn at temperature 0.7."""
+  """Continues a prompt, one character at a time, each drawn at temperature 0.7."""
 
   @jax.jit
   def draw(window_t, end, key):
@@ -96,14 +96,14 @@ def sample(model: Model, params: dict, prompt: np.ndarray, length: int) -> np.nd
   text_t = prompt
   for key in jax.random.split(jax.random.key(1), length):
     recent_t = text_t[-LENGTH:]
-    # What follows the end of a text cannot change it: the model is causal.
+    # Padding after a text cannot change it: the model is causal.
     window_t = np.pad(recent_t, (0, LENGTH - len(recent_t)))
     text_t = np.append(text_t, draw(window_t, len(recent_t) - 1, key))
   return text_t
 
 
 def main(num_steps: int = NUM_STEPS) -> None:
-  """Trains a model and prints a text of its own."""
+  """Trains a model and prints a sample."""
   manual = "\n".join(topics.values())
   vocabulary, tokens = np.unique(list(manual), return_inverse=True)
   model = Model(len(vocabulary))

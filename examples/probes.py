@@ -4,13 +4,13 @@ r"""Measures how far back mixers, or a trained run, recall.
   python examples/probes.py runs/quickstart
 
 With --train, small models of equal size learn three tasks, in rows of random tokens whose answers
-stand earlier in the row. They are scored within and beyond the reach of their layers, on rows 1, 2
-and 4 times as long as in training. Each (task, mixer, seed) becomes a file in --work, and is not
-trained again; table.json has the table. A run of `dpjax train` reads random tokens twice, and is
-scored for both times. docs/probes.md has results.
+appear earlier in the row. They are scored within and beyond the reach of their layers, on rows 1, 2
+and 4 times as long as in training. Each (task, mixer, seed) is stored as a file in --work, and not
+trained again; table.json has the table. A run of `dpjax train` reads random tokens twice, and both
+readings are scored. docs/probes.md has results.
 
 Token 0 is padding, 1 the separator, 2 the trigger; tokens from 3 on are contents. An answer's
-distance is that of its position from the one that predicts it: a model whose position t reaches
+distance is from its position to the one that predicts it: a model whose position t reaches
 back to t - R can only guess beyond R.
 
   recall     k=a 0 k=b 0 | b a b    pairs of a key and a value, then keys: predict their values
@@ -20,7 +20,7 @@ back to t - R can only guess beyond R.
 Sources: Arora et al. 2023, arXiv:2312.04927 (multi-query associative recall); Jelassi et al.
 2024, arXiv:2402.01032 (copying); Olsson et al. 2022, arXiv:2209.11895, and Gu and Dao 2023,
 arXiv:2312.00752 (induction heads). Differences: a pair of recall is one token, and rows of any
-length have `NUM_KEYS` of them; docs/probes.md says why. T tokens of a row.
+length have `NUM_KEYS` of them; docs/probes.md says why. T is the length of a row.
 """
 
 import argparse
@@ -48,8 +48,8 @@ from dpjax.training import optimizer as optimizers
 from dpjax.training import step as step_lib
 
 SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3
-NUM_KEYS = 8  # of recall, and as many values
-NUM_NOISE = 16  # contents of induction
+NUM_KEYS = 8  # number of keys, and of values, in recall
+NUM_NOISE = 16  # number of content tokens in induction
 TRAINING, TEST = 0, 1  # streams of random numbers: training and test rows differ
 EXTRACTORS = ("she", "he", "we", "me")
 LIMITED = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")
@@ -57,7 +57,7 @@ LIMITED += EXTRACTORS  # mixers with a reach
 
 
 class Examples(NamedTuple):
-  """Rows of a task, int32 [B, T]; answers and distances where they are predicted, else 0."""
+  """Rows of a task, int32 [B, T]; targets and distances are 0 where nothing is predicted."""
 
   tokens: np.ndarray
   targets: np.ndarray
@@ -96,7 +96,7 @@ def copying(rng, num_rows: int, length: int, contents: int) -> Examples:
 
 
 def induction(rng, num_rows: int, length: int, contents: int) -> Examples:
-  """Random tokens; the trigger at the end, and at a distance uniform in 1 .. T - 2."""
+  """Draws random tokens, the trigger at the end and at a distance uniform in 1 .. T - 2."""
   tokens, targets, distances = np.zeros((3, num_rows, length), np.int32)
   tokens[:] = FIRST_CONTENT + rng.integers(NUM_NOISE, size=tokens.shape)
   tokens[:, -1] = TRIGGER
@@ -127,23 +127,23 @@ def chance(task: str, contents: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """What all models of a comparison share.
+  """Settings that all models of a comparison share.
 
   With the window T / 2, two layers reach across a row of training, but not across longer rows.
   """
 
   length: int = 32  # T of training rows, even; tests have rows of T, 2 T and 4 T
-  window: int = 16  # of local attention, taps, and 2**levels of Dispatchers; a power of 2
-  width: int = 64  # of attention; the others have as many parameters
+  window: int = 16  # for local attention, taps, and 2**levels of Dispatchers; a power of 2
+  width: int = 64  # for attention; the others have as many parameters
   num_layers: int = 2
   num_steps: int = 1000
-  batch_size: int = 32  # twice as many for induction, which has one answer a row
-  learning_rate: float = 3e-3  # its peak
-  num_test_rows: int = 512  # of each length, a multiple of twice the batch size
+  batch_size: int = 32  # twice as many for induction, which has one answer per row
+  learning_rate: float = 3e-3  # peak
+  num_test_rows: int = 512  # for each length, a multiple of twice the batch size
 
   @property
   def contents(self) -> int:
-    """The number of contents in the vocabulary, which suffices for all tasks."""
+    """The number of content tokens in the vocabulary, enough for all tasks."""
     return max(NUM_KEYS * (2 + NUM_KEYS), 2 * self.length)
 
   @property
@@ -156,9 +156,9 @@ TINY = Settings(length=16, window=4, width=16, num_steps=12, batch_size=8, num_t
 
 
 def model_config(settings: Settings, mixer: str, width: int, extra: int = 0) -> Any:
-  """`config.model` of a mixer in the frame of configs/modern_transformer.py.
+  """`config.model` for a mixer in the architecture of configs/modern_transformer.py.
 
-  It has no table of positions (attention's are rotary), so all models read rows longer than in
+  It has no position table (attention is rotary), so all models can read rows longer than in
   training. Feed-forward networks are 8 / 3 times as wide as the model, plus `extra`.
   """
   model = dpjax.config.load("modern_transformer").model
@@ -180,7 +180,7 @@ def model_config(settings: Settings, mixer: str, width: int, extra: int = 0) -> 
     feed_forward_width=width * 8 // 3 + extra,
     max_length=settings.window if mixer in EXTRACTORS else 4 * settings.length,
     dropout=0.0,
-    init_std=0.0,  # PyTorch's defaults: the frame's 0.02 is for wider models
+    init_std=0.0,  # PyTorch's defaults; the original 0.02 is for wider models
   )
   return model
 
@@ -206,11 +206,11 @@ def equal_model(settings: Settings, mixer: str) -> tuple[Any, int]:
 
 
 def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, Any]]:
-  """A function that trains a mixer for a task with a seed, and tests it.
+  """Returns a function that trains and tests a mixer, given a task and a seed.
 
-  It shares its compiled programs between tasks and seeds, and returns JSON values: "parameters",
-  "loss", the mean over the last tenth of the updates, and by the length of test rows "tests":
-  see `score`.
+  Tasks and seeds share its compiled programs. It returns JSON values: "parameters", "loss" (the
+  mean over the last tenth of the updates), and "tests", the results of `score` by the length of
+  test rows.
   """
   config, num_parameters = equal_model(settings, mixer)
   section = dpjax.config.load("modern_transformer").train
@@ -238,7 +238,7 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
       batch = {"tokens": tokens, "targets": targets, **document_starts(tokens, mixer)}
       batch["weights"] = (distances > 0).astype(np.float32)
       state, measured = update(state, batch)
-      costs.append(float(measured["loss"]))  # many updates under way can stall XLA's CPUs
+      costs.append(float(measured["loss"]))  # many pending updates can stall XLA on CPUs
     tests, num_batches = {}, settings.num_test_rows // num_rows
     for length in (settings.length, 2 * settings.length, 4 * settings.length):
       batches = (draw_batch(length, TEST, i) for i in range(num_batches))
@@ -259,7 +259,7 @@ def score(predict: Callable, batches: Iterable[Examples], reach: int) -> list[fl
 
 
 def document_starts(tokens_bt, mixer: str) -> dict[str, np.ndarray]:
-  """Marks each row as a document, so that an Extractor takes one longer than its `max_length`."""
+  """Marks each row as a document, so that an Extractor accepts rows beyond `max_length`."""
   marks_bt = np.zeros(tokens_bt.shape, np.int32)
   marks_bt[:, 0] = 1
   return {"document_starts": marks_bt} if mixer in EXTRACTORS else {}
@@ -297,19 +297,19 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def repeat(run: Any, num_rows: int = 64) -> list[dict[str, Any]]:
-  """Shows a run n random tokens and the same again, and scores both times.
+  """Shows a run n random tokens twice, and scores both times.
 
     n = 3: reads 5 2 9 5 2, of 5 2 9 5 2 9
     first time: predicts 2 9; again: predicts 2 9
 
   Returns nats per token for each n, the powers of 2 and the largest that fits the window. Each
-  answer is at the "distance" n - 1; nothing indicates the first token again.
+  answer is at the "distance" n - 1; the first token of the repetition is not scored.
   """
   longest, rows = (run.window + 1) // 2, []
 
   @jax.jit
   def measure(params, tokens, weights):
-    rngs = {"dropout": jax.random.key(0)}  # Some boundaries are drawn in evaluation, too.
+    rngs = {"dropout": jax.random.key(0)}  # Some boundaries are also drawn in evaluation.
     output: Any = run.model.apply({"params": params}, tokens[:, :-1], rngs=rngs)
     nats, count = losses.cross_entropy(output.logits, tokens[:, 1:], weights)
     return nats / count
@@ -351,7 +351,7 @@ def _names(flag: str, text: str | None, choices: Sequence[str]) -> Sequence[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Trains and tests as the command line says, prints a table and writes files."""
+  """Runs the command line: trains and tests, prints a table and writes files."""
   about = "Long-range recall of mixers, or of a run, by distance."
   parser, path = argparse.ArgumentParser(description=about), os.path
   parser.add_argument("run", nargs="?", type=path.expanduser, help="folder of dpjax train")

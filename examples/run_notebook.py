@@ -1,8 +1,8 @@
-"""Runs notebooks and stores what their cells show.
+"""Runs notebooks and stores the outputs of their cells.
 
 python examples/run_notebook.py examples/tour.ipynb examples/your_own.ipynb
 
-Cells run as plain Python: Jupyter would bring many packages, and open ports, to do the same.
+Cells run as plain Python: for the same, Jupyter would need many packages and open ports.
 """
 
 import ast

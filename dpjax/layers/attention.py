@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
     batch, length, _, features = shape
     features = self.rotary_features or features
     if self.window is not None:
-      # Scores depend only on distances: positions in the row serve documents, too.
+      # Scores depend only on distances, so positions in the row also serve documents.
       return jnp.asarray(ops.rotary_angles(length, features, base))[None]
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, base))
     if cache is not None:
@@ -113,20 +113,20 @@ class SelfAttention(nn.Module):
       position_bt = ops.document_positions(document_starts)
     else:
       return table[None, :length]
-    # Beyond `max_length` nan, as attention with a cache gives.
+    # nan beyond `max_length`, as in attention with a cache.
     return jnp.take(table, position_bt, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 class LocalAttention(SelfAttention):
   """Masked self-attention in which position t reads max(0, t - w + 1) .. t, at O(T w D).
 
-  With w >= T it is `SelfAttention` with the same parameters. A row of a cache may be longer than
-  `max_length`; it keeps the keys and values of w tokens.
+  With w >= T it is `SelfAttention` with the same parameters. With a cache, which keeps the keys and
+  values of w tokens, a row may be longer than `max_length`.
 
   Attributes:
-    window: w, the number of positions that one reads, itself included.
+    window: w, the number of positions that each one reads, including itself.
 
-  The others are those of `SelfAttention`.
+  For the other attributes see `SelfAttention`.
   """
 
   is_unbounded: ClassVar[bool] = True
@@ -143,7 +143,7 @@ class LocalAttention(SelfAttention):
 
 
 class RelativePositions(NamedTuple):
-  """Embeddings of distances, and biases of queries: to keys, to positions."""
+  """Embeddings of distances, and biases of queries: for keys and for positions."""
 
   table: Float[Array, "R D"]
   content_bias: Float[Array, "H E"]
@@ -151,7 +151,7 @@ class RelativePositions(NamedTuple):
 
 
 class SharedPositions(nn.Module):
-  """Makes `RelativePositions`, which layers share; `dropout` is of the table, once a call."""
+  """Makes the shared `RelativePositions`; `dropout` applies to the table, once per call."""
 
   num_heads: int
   dropout: float = 0.0
@@ -254,8 +254,8 @@ class RelativeAttention(nn.Module):
         rows: Any = free.apply(variables, table)
         return rows.reshape(-1, *per_head).swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
 
-      # Computed where a row begins: at every token it would be most of the cost. A loop of no or
-      # one round, as `lax.cond` would copy the cache, and flat, which has only one layout.
+      # Computed where a row begins: at every token it would be most of the cost. A loop of at most
+      # one round, as `lax.cond` would copy the cache; flat arrays, as they have only one layout.
       state = cache.distances.reshape(-1), jnp.any(attention.length == 0)
       r_hre = jax.lax.while_loop(lambda x: x[1], fill, state)[0].reshape(cache.distances.shape)
       r_rhe = r_hre.swapaxes(0, 1)

@@ -15,7 +15,7 @@ from dpjax.ops import arrays
 
 ACTIVATIONS = {
   "relu": nn.relu,
-  # By erf, as PyTorch's default.
+  # With erf, like PyTorch's default.
   "gelu": lambda x: nn.gelu(x, approximate=False),
 }
 
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
     arrays.choice("activation", self.activation, (*ACTIVATIONS, "swiglu"))
     width = inputs.shape[-1]
     out_width = width if self.out_width is None else self.out_width
-    # One array of rows: each product would keep a reshape of its own for the gradient.
+    # One array of rows: otherwise each product would keep its own reshape for the gradient.
     rows = ops.as_factor(inputs.reshape(-1, width))
     x = self._linear(rows, self.hidden_width, "hidden")
     is_relu = self.activation == "relu"

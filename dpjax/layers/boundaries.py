@@ -1,7 +1,7 @@
-"""Boundaries of segments, by rules. B batch, T position, D width.
+"""Segment boundaries, by rules. B batch, T position, D width.
 
 Boundaries are a Linen module; `dpjax.models.hourglass.Hourglass` uses the segments, and
-`dpjax.training.losses.Objective` the part of the loss. A new class subclasses `Boundaries`;
+`dpjax.training.losses.Objective` the loss term. A new class subclasses `Boundaries`;
 `dpjax.register_boundaries` gives it a name.
 
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
@@ -27,7 +27,7 @@ from dpjax.ops.segments import METHODS
 class BoundaryOutput(NamedTuple):
   """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
-  Logits are those of a predictor, probabilities are there if the model's output uses them, both
+  Logits are those of a predictor, probabilities are set if the model's output uses them, both
   [B, T]; the state is that of `init_state` after these tokens.
   """
 
@@ -50,14 +50,14 @@ class TextBoundaries:
     return [type(self).__name__, *([x.name, str(getattr(self, x.name))] for x in fields)]
 
   def fit(self, texts: Iterable[str]) -> bytes:
-    """What `compute` needs from the train split, in parts; stored with the tokens."""
+    """Computes what `compute` needs from the train split, in parts; stored with the tokens."""
     return b""
 
   def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
     """[N], 0 or 1 for each token of a text.
 
     Args:
-      text: a part of a text, perhaps empty. Parts do not divide words.
+      text: a part of a text, possibly empty. Parts do not split words.
       tokenizer: from `dpjax.text`, with the `kind` "characters" or "bytes".
       fitted: the result of `fit`.
     """
@@ -119,12 +119,12 @@ class Boundaries(nn.Module):
     return True
 
   def resolve(self, tokenizer: Any) -> dict[str, Any]:
-    """Settings that follow from the tokenizer; a `ValueError` if it does not suit the class."""
+    """Settings that follow from the tokenizer; raises a `ValueError` if it is unsuitable."""
     return {}
 
   @property
   def text_boundaries(self) -> TextBoundaries | None:
-    """Computes boundaries from the text; batches then have them, "boundaries", [B, T]."""
+    """Computes boundaries from the text; batches then have "boundaries", [B, T]."""
     return None
 
   def __call__(
@@ -149,8 +149,8 @@ class Boundaries(nn.Module):
       num_before: [B], int32, the number of earlier tokens in each row; None means 0.
       state: from `init_state` or the last call, to continue rows; None begins rows.
       lengths: [B], int32, the number of real tokens in each row; None means all.
-      document_starts: [B, T], 1 where a document begins, else 0, without a state. The model refuses
-        documents if a class lacks this argument.
+      document_starts: [B, T], 1 where a document begins, else 0; not with a state. The model
+        refuses documents if a class lacks this argument.
     """
     raise NotImplementedError
 
@@ -219,7 +219,7 @@ class Fixed(Boundaries):
 
   Attributes:
     shortening_factor: k.
-    offset: the position of the first boundary; None means k - 1. The authors' code has 0.
+    offset: the position of the first boundary; None means k - 1. The authors' code uses 0.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -283,7 +283,7 @@ class SpaceByte(Boundaries):
   Attributes:
     space_ids: the tokens whose first byte is spacelike; () takes the tokenizer's.
     end_ids: the tokens whose last byte is spacelike; () takes the tokenizer's.
-    pooling: see `Boundaries`; SpaceByte has "last".
+    pooling: see `Boundaries`; the paper uses "last".
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """

@@ -1,4 +1,4 @@
-"""What layers share: norms, dropout, linear layers and initial values.
+"""Shared parts of layers: norms, dropout, linear layers and initial values.
 
 The initial values are those of the authors' models: PyTorch's defaults, or N(0, s**2).
 """
@@ -17,7 +17,7 @@ from dpjax.ops import arrays, norms
 from dpjax.ops.products import promote
 
 NORMS = ("layer_norm", "rms_norm")
-# How linear layers multiply.
+# Options of linear layers: how they multiply.
 PRODUCTS: Any = dict(dot_general=ops.dot_general, promote_dtype=promote)
 # U(-1/sqrt(fan_in), 1/sqrt(fan_in)), the weights of torch.nn.Linear.
 linear_kernel = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")

@@ -1,9 +1,9 @@
 """The Dispatcher in place of self-attention. B batch, T position, D width, K level.
 
 Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c, which differs:
-- Its reshape of [B, T, D] to [B * H, T, D / H] cuts the positions. Here heads split the D features;
+- Its reshape of [B, T, D] to [B * H, T, D / H] splits positions. Here heads split the D features;
   with one head, as in all published results, both are the same.
-- It takes the floor in K = ceil(log2(max_length)). Powers of two give the same.
+- Its K is floor(log2(max_length)) instead of ceil; both agree for powers of two.
 """
 
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ class Dispatcher(nn.Module):
   Attributes:
     num_heads: H, a divisor of D.
     max_length: the longest T; required.
-    num_levels: K; None is ceil(log2(max_length)), at least 1. Position t reaches back to
+    num_levels: K; None means ceil(log2(max_length)), at least 1. Position t reaches back to
       t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the whole batch
       (Dispatcher dropout, Sec. 2.1).
@@ -51,7 +51,7 @@ class Dispatcher(nn.Module):
     sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
     mixer.check_settings(self, sizes=sizes, rates=rates, implementations=ops.SHIFT_AND_SUM)
     if self.num_levels is not None:
-      arrays.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 places.
+      arrays.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 slots.
     super().__post_init__()
 
   @nn.compact
@@ -77,13 +77,13 @@ class Dispatcher(nn.Module):
     width, num_gates = shape[-1], self.num_heads * num_levels
     if self.shares_matrices:
       width, num_gates = width // self.num_heads, num_levels
-    # One array of rows: each product would keep a reshape of its own for the gradient.
+    # One array of rows: otherwise each product would keep its own reshape for the gradient.
     rows, per_head = ops.as_factor(inputs.reshape(-1, width)), (*shape[:2], self.num_heads)
     values = ops.as_factor(linear(self, width, "values")(rows))
     v_bthe = values.reshape(*per_head, shape[-1] // self.num_heads)
     gates = linear(self, num_gates, "gates")(rows)
     g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(*per_head, num_levels)
-    self.sow("intermediates", "level_gates", g_bthk)  # of `Run.dispatch_matrices`
+    self.sow("intermediates", "level_gates", g_bthk)  # for `Run.dispatch_matrices`
     if cache is not None:
       if level_keep is not None:
         g_bthk = jnp.where(level_keep, g_bthk, 0)

@@ -15,7 +15,7 @@ from dpjax.ops.arrays import Starts, typed
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
-  """A table [T, D] of positions, float32, of Vaswani et al. 2017, Sec. 3.5.
+  """A table [T, D] of positions, float32, from Vaswani et al. 2017, Sec. 3.5.
 
   table[t, 2i]     = sin(t / 10000 ** (2i / D))
   table[t, 2i + 1] = cos(t / 10000 ** (2i / D))
@@ -66,8 +66,8 @@ class TokenAndPosition(nn.Module):
     the first token of each document, which has the position 0; not with `num_before`.
 
     Raises:
-      ValueError: an argument is not as above, or T is above `max_length` without `document_starts`,
-        or `num_before` and positions that continue.
+      ValueError: an argument is not as above, or T exceeds `max_length` without `document_starts`
+        or `num_before` with positions that continue.
     """
     check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
     arrays.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
@@ -112,7 +112,7 @@ class TokenAndPosition(nn.Module):
 
 def _sinusoidal_rows(position_bt: jax.Array, width: int) -> jax.Array:
   """Rows of an endless table of `sinusoidal_positions`, [B, T, D]."""
-  # By position 10,000, float32 has lost the digits that matter of position times frequency. So
+  # At position 10,000, float32 has too few digits for position times frequency. So
   # angles are 32-bit integers in units of 2**-32 turns, whose overflow drops whole turns.
   frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
   units_f = frequency_f / (2 * np.pi) * 2.0**32

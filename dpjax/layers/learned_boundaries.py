@@ -21,7 +21,7 @@ from dpjax.ops import arrays
 from dpjax.ops.entropies import check_rule
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
-_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # remembers words
+_segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # caches words
 
 
 class _Predicted(Boundaries):
@@ -123,16 +123,16 @@ class EntropySpikes(_Predicted):
 class Gumbel(_Predicted):
   """A predictor that learns end to end, with boundaries drawn from a Gumbel-sigmoid (Eq. 5).
 
-  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7). In the
-  mean over rows L is a row's weight, so that parts of a batch add up.
+  Its loss is -log Binomial(k; L, prior) / L for k boundaries among L tokens (Eq. 7). The
+  mean over rows is weighted by L, so that parts of a batch add up.
 
   Attributes:
     temperature: tau.
     prior: alpha, the expected boundaries per token, in (0, 1).
-    sample: whether to draw in evaluation, too, as in the authors' code; else round (Sec. 3.1).
+    sample: whether to draw also in evaluation, as in the authors' code; else round (Sec. 3.1).
     space_ids: the reference for the boundaries' scores: tokens that end words; () takes the
       tokenizer's.
-    target_schedule: () or (first, updates): `prior` begins as `first`, and is reached linearly.
+    target_schedule: () or (first, updates): the target moves linearly from `first` to `prior`.
   """
 
   suits_segments: ClassVar[bool] = True
@@ -185,16 +185,16 @@ class Gumbel(_Predicted):
 class FlexiTokens(Gumbel):
   """Gumbel's predictor with a range of rates in place of a prior, `dpjax.ops.rate_bounds_loss`.
 
-  A row's rate of boundaries costs by how much it is above `prior`, or below
-  `prior - num_deviations * deviation`; between them texts choose. In the
-  mean over rows their tokens are their weights.
+  A row's loss is how far its boundary rate is above `prior`, or below
+  `prior - num_deviations * deviation`; between them it is 0. The mean
+  over rows is weighted by their tokens.
 
   Attributes:
-    prior: alpha, the highest rate of boundaries that costs nothing, in (0, 1).
+    prior: alpha, the highest boundary rate without a loss, in (0, 1).
     deviation: sigma, a standard deviation of rates, measured on text.
-    num_deviations: lambda; the lowest rate is so many deviations below.
+    num_deviations: lambda; the lowest rate is this many deviations below.
 
-  The others are those of `Gumbel`.
+  For the other attributes see `Gumbel`.
 
   Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
   """
@@ -224,7 +224,7 @@ class Routing(Boundaries):
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
     weight: the weight of the ratio loss.
-    target_schedule: () or (first, updates): `factor` begins as `first`, and is reached linearly.
+    target_schedule: () or (first, updates): the target moves linearly from `first` to `factor`.
     width: D.
     dtype: the dtype of the router's projections; the rest is float32.
 
@@ -316,7 +316,7 @@ class EntropyThreshold(Boundaries):
     rule: "global", "monotonic" or "combined"; see `dpjax.ops.entropy_threshold`.
     theta: nats; `dpjax calibrate` finds it for a target length of segments.
     theta_add: nats, for the rule "combined".
-    frozen: the small model, whose `max_length` is at least this one's.
+    frozen: the small model, whose `max_length` is at least this model's.
 
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
   """
@@ -363,7 +363,7 @@ class EntropyThreshold(Boundaries):
     return BoundaryOutput(boundaries, state=EntropyState(output.cache, *last))
 
   def init_state(self, batch: int, width: int) -> EntropyState:
-    """The state before the first token, whose entropy counts as a rise."""
+    """The state before the first token; the first entropy counts as a rise."""
     none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
     return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
 

@@ -14,7 +14,7 @@ from dpjax.ops import norms
 
 
 class Mamba2Cache(NamedTuple):
-  """What a row of `Mamba2` keeps, whatever its length.
+  """The cache of `Mamba2`, of a size that does not depend on the length.
 
   Attributes:
     convolution: the last k - 1 inputs of the short convolution, [B, k - 1, I + 2 N].

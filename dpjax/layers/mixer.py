@@ -22,14 +22,14 @@ class Mixer(Protocol):
   1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if `deterministic`
   is False.
 
-  With a cache, a pytree of arrays, it takes rows in chunks of any size, with the outputs of whole
-  rows: `outputs, cache = mixer(chunk, cache=cache)`. Chunks may extend rows beyond `max_length`,
-  unless the class says `is_unbounded = False`. A mixer may lack `init_cache`, `cache` and
-  `lengths`; generation then takes full passes.
+  With a cache, a pytree of arrays, it takes rows in chunks of any size:
+  `outputs, cache = mixer(chunk, cache=cache)`. The outputs equal those of whole rows. Chunks may
+  extend rows beyond `max_length`, unless the class sets `is_unbounded = False`. A mixer may lack
+  `init_cache`, `cache` and `lengths`; generation then takes full passes.
 
-  With `document_starts`, a row holds several documents, and each gives the same outputs as alone.
+  With `document_starts`, a row holds several documents, each with the outputs it would give alone.
   The row may then be longer than `max_length`; a document may not. A mixer may lack
-  `document_starts`; the model then refuses documents. A row of a cache is one document.
+  `document_starts`; the model then refuses documents. With a cache, a row is one document.
 
   Mixers may share positions across layers: the method `make_positions` returns a function that
   makes a module, whose result all such mixers of a model receive as `positions`.
@@ -84,7 +84,7 @@ def check_input(
   Raises:
     ValueError: `inputs` is not a float array [B, T, D], or is longer than `max_length` without
       `document_starts` or a cache; D is not a multiple of `num_heads`; or `document_starts`
-      is not [B, T] or with a cache.
+      is not [B, T] or is given with a cache.
   """
   inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
   arrays.check_not_empty(inputs=inputs)
@@ -103,13 +103,13 @@ def check_input(
 
 
 def takes_starts(module: Any) -> bool:
-  """Whether a mixer, or boundaries, take `document_starts`."""
+  """Whether a mixer or boundaries module takes `document_starts`."""
   parameters = inspect.signature(type(module).__call__).parameters.values()
   return any(x.name == "document_starts" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
 def check_takes_starts(module: Any) -> None:
-  """Raises a `ValueError` if `takes_starts` does not hold."""
+  """Raises a `ValueError` if a module does not take `document_starts`."""
   if not takes_starts(module):
     raise UserError(
       f"document_starts: expected none for a model with {type(module).__name__}, which does not "

@@ -17,7 +17,7 @@ class ShortConvolution(nn.Module):
     [b, c, v] = x W_in                                    W_in [D, 3 D]
     y_t       = (c_t * sum over j < k of a_j * (b * v)_{t-j}) W_out       a [k, D]
 
-  with * element-wise. It reads k positions; layers of it read further, and models add attention.
+  with * element-wise. It reads k positions; stacked layers read further, and models add attention.
 
   Attributes:
     max_length: the longest T.

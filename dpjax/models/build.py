@@ -78,7 +78,7 @@ def _core(
   middle = _core(inner, None, extra_length + 1, num_branches)  # with the null group
   inner_stacks = [middle] if isinstance(middle, Stack) else []
   resizes = inner[0]["width"] != model["width"]
-  norms = {}
+  norms: dict[str, Any] = {}
   if model["stack_norms"]:
     norms = {f"{name}_out_norm": _norm(model) for name in ("first", "last")}
     norms["middle_out_norm"] = _norm(model) if inner_stacks else None

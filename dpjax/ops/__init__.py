@@ -1,6 +1,6 @@
 """The papers' equations as pure functions on arrays; they need only JAX and jaxtyping.
 
-Other arguments than described raise a `ValueError`; values are checked only outside of `jit`.
+Invalid arguments raise a `ValueError`; values are checked only outside of `jit`.
 """
 
 from inspect import ismodule as _ismodule

@@ -1,7 +1,7 @@
-"""Checks of arguments, by name and before anything is computed.
+"""Argument checks, by name and before anything is computed.
 
 `@typed` checks the arrays of a function against its signature. Checks read dtypes and shapes, and
-values only of concrete arrays, and so add nothing to a traced function. Messages read
+values only of concrete arrays, so they add nothing to a traced function. Messages read
 `name: expected ..., got ...`.
 """
 
@@ -48,7 +48,7 @@ else:
 
 
 def typed(function: _Function) -> _Function:
-  """Raises a `ValueError` for an array whose dtype or shape is not that of its annotation.
+  """Raises a `ValueError` for an array whose dtype or shape does not match its annotation.
 
     @typed
     def shift_and_sum(
@@ -57,8 +57,8 @@ def typed(function: _Function) -> _Function:
       cache: ShiftAndSumCache | None = None,
     )
 
-  A letter has one size in all arguments. A `NamedTuple` is checked by its fields. Array-likes are
-  converted.
+  A letter has the same size in all arguments. A `NamedTuple` is checked by its fields. Array-likes
+  are converted.
   """
   signature = inspect.signature(function)
 
@@ -66,7 +66,7 @@ def typed(function: _Function) -> _Function:
   def run(*args, **kwargs):
     bound = signature.bind(*args, **kwargs)
     with jaxtyping.jaxtyped("context"):
-      # Only now, as annotations may name classes that are defined later.
+      # At call time, as annotations may name classes that are defined later.
       for name, hint in _array_hints(function).items():
         if name in bound.arguments:
           bound.arguments[name] = _check(name, bound.arguments[name], hint)
@@ -103,7 +103,7 @@ def _check(name: str, value: Any, hint: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-  """The dtype and the shape of an array, float32[2, 7]; else the value in a few letters."""
+  """The dtype and shape of an array, as in float32[2, 7]; else the value or its type, in short."""
   array = value if isinstance(value, jax.Array) else _as_array(value)
   if array is None:
     return f"{value!r:.60}" if value is None or isinstance(value, str) else type(value).__name__
@@ -135,7 +135,7 @@ def _has_array(hint: Any) -> bool:
 
 
 def _name(hint: Any) -> str:
-  if _is_array(hint):  # Its `__name__` has the module of `Array` with some versions of JAX.
+  if _is_array(hint):  # Its `__name__` includes the module of `Array` in some versions of JAX.
     return f"{hint.dtype.__name__}[Array, {hint.dim_str!r}]"
   if typing.get_origin(hint) is tuple:
     return f"tuple[{', '.join(map(_name, typing.get_args(hint)))}]"
@@ -155,7 +155,7 @@ def _sizes() -> str:
 def _as_array(value: Any) -> jax.Array | None:
   try:
     return None if value is None else jnp.asarray(np.asarray(value))
-  except Exception:  # Whatever an object of the user's raises.
+  except Exception:  # A user's object may raise anything.
     return None
 
 
@@ -172,12 +172,12 @@ def _check_values(name: str, array: Any, dtype: type) -> None:
 
 
 def is_concrete(array: Any) -> bool:
-  """Whether the values of an array can be read: it is not traced, and all of it is here."""
+  """Whether the values of an array can be read: it is not traced, and fully addressable."""
   return not isinstance(array, core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
 def check_not_empty(**arrays: jax.Array) -> None:
-  """Checks that no axis of the arrays but the first is empty."""
+  """Checks that no axis of the arrays except the first is empty."""
   for name, x in arrays.items():
     if 0 in x.shape[1:]:
       raise ValueError(f"{name}: expected sizes of at least 1, got {describe(x)}")
@@ -191,13 +191,13 @@ def check_dtype(dtype: jnp.dtype, /, **arrays: jax.Array) -> None:
 
 
 def key(name: str, value: Any, rate: float) -> None:
-  """Checks that there is a random key where a rate of dropout needs one."""
+  """Checks that a random key is given if the dropout rate needs one."""
   if rate and value is None:
     raise ValueError(f"{name}: expected a random key for a dropout of {rate}, got None")
 
 
 def integer(name: str, value: Any, least: int = 1, most: int = _MAX_INT) -> int:
-  """Checks that a value is an integer of a range."""
+  """Checks that a value is an integer in a range."""
   if not _is_integer(value):
     raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
   if not least <= value <= most:
@@ -230,7 +230,7 @@ def number(
 ) -> Any:
   """Checks that a value is a real number for which `is_right` holds, or, if allowed, is traced.
 
-  Returns it as a float of Python, since an integer of Python may exceed those of JAX.
+  Returns it as a Python float, since a Python integer may exceed JAX's.
   """
   scalar = np.asarray(value) if isinstance(value, int | float) else value
   dtypes = jnp.integer, jnp.floating
@@ -245,7 +245,7 @@ def number(
 
 
 def rate(name: str, value: Any) -> None:
-  """Checks that a value is the probability of a dropout."""
+  """Checks that a value is a dropout rate."""
   number(name, value, "a probability in [0, 1)", lambda x: 0 <= x < 1)
 
 
@@ -256,7 +256,7 @@ def choice(name: str, value: Any, names: Collection[str], *, or_none: bool = Fal
 
 
 def float_dtype(value: Any) -> None:
-  """Checks that the argument `dtype` is one of floats."""
+  """Checks that the argument `dtype` is a float dtype."""
   try:
     dtype = jnp.dtype("object" if value is None else value)
   except TypeError:
@@ -266,7 +266,7 @@ def float_dtype(value: Any) -> None:
 
 
 def ids(name: str, values: Any, expected: str = "token ids") -> tuple[int, ...]:
-  """Checks that values are integers of int32 of at least 0, such as ids of tokens."""
+  """Checks that values are nonnegative int32 integers, such as token ids."""
   items: tuple = tuple(values) if np.iterable(values) else (None,)
   if not all(_is_integer(x) and 0 <= x <= _MAX_INT for x in items):
     raise ValueError(f"{name}: expected {expected}, got {values!r}")
@@ -288,7 +288,7 @@ def dims(value: Any) -> str:
 
 @contextlib.contextmanager
 def reverse_mode(advice: str) -> Iterator[None]:
-  """Adds to JAX's error about forward-mode derivatives what else can be done."""
+  """Adds advice to JAX's error about forward-mode derivatives."""
   try:
     yield
   except TypeError as error:

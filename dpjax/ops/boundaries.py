@@ -1,4 +1,4 @@
-"""Boundaries of segments: rules, samples and losses. B batch, T position.
+"""Segment boundaries: rules, samples and losses. B batch, T position.
 
 A boundary of 1 means that a segment ends with that token. `document_starts` is 1 at the first token
 of each document, else 0; None means that each row is one document.
@@ -40,10 +40,10 @@ def fixed_boundaries(
   Args:
     shape: (B, T).
     factor: the number of tokens in a segment, at least 1.
-    offset: the position of the first boundary. None is factor - 1: all segments are equally long;
-      the authors' code has 0.
+    offset: the position of the first boundary. None means factor - 1, for segments of equal length;
+      the authors' code uses 0.
     num_before: the position t of each row's first token; None means 0.
-    document_starts: without `num_before`; t is 0 at the first token of each document.
+    document_starts: not with `num_before`; t is 0 at the first token of each document.
 
   Source: Eq. 2.
   """
@@ -97,7 +97,7 @@ def spacelike_boundaries(
     tokens: ids.
     space_ids: the tokens whose first byte is spacelike.
     end_ids: the tokens whose last byte is spacelike; None means `space_ids`.
-    previous: whether the token before each row ends with a spacelike byte; None: it does not.
+    previous: whether the token before each row ends with a spacelike byte; None means no.
     document_starts: the token before a document is not spacelike.
 
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
@@ -140,7 +140,7 @@ def gumbel_sigmoid(
     key: a random key for the draw of u; give either this or `noise`.
     noise: u itself, in (0, 1).
 
-  Returns 0.0 or 1.0, float32, or float64 for such logits. Source: Eq. 4.
+  Returns 0.0 or 1.0, in float32, or float64 for float64 logits. Source: Eq. 4.
   """
   temperature = arrays.number(
     "temperature", temperature, "a number above 0", lambda x: x > 0, traced=True
@@ -155,7 +155,7 @@ def gumbel_sigmoid(
   else:
     u = noise
     if arrays.is_concrete(u) and not ((np.asarray(u) > 0) & (np.asarray(u) < 1)).all():
-      raise ValueError("noise: expected above 0 and below 1, got others")
+      raise ValueError("noise: expected values above 0 and below 1, got others")
   dtype = sum_dtype(logits)
   u = u.astype(dtype)
   noisy = logits.astype(dtype) + jnp.log(u) - jnp.log1p(-u)
@@ -176,7 +176,7 @@ def binomial_prior_loss(
     loss = -ln Binomial(k; L, alpha) / L
          = -(ln L! - ln k! - ln (L - k)! + k ln alpha + (L - k) ln(1 - alpha)) / L
 
-  with k = sum of b * weights and L = sum of weights; by log-gamma functions, k has a gradient.
+  with k = sum of b * weights and L = sum of weights; log-gamma functions give k a gradient.
   Two boundaries among five tokens, alpha 0.2: -ln(10 * 0.2**2 * 0.8**3) / 5 = 0.317.
 
   Args:
@@ -185,8 +185,8 @@ def binomial_prior_loss(
     weights: 1 where a token counts, else 0. None means that all count.
     document_starts: a row's loss is the mean of its documents', weighted by L.
 
-  Returns nats per token, float32, or float64 for such boundaries; 0 for a row in which no token
-  counts. Source: Eq. 7.
+  Returns nats per token, in float32, or float64 for float64 boundaries; 0 for a row in which no
+  token counts. Source: Eq. 7.
   """
   alpha = arrays.number("alpha", alpha, "0 < alpha < 1", lambda x: 0 < x < 1, traced=True)
   log, log1p = (math.log, math.log1p) if arrays.is_concrete(alpha) else (jnp.log, jnp.log1p)
@@ -207,7 +207,7 @@ def rate_bounds_loss(
   weights: Real[Array, "B T"] | None = None,
   document_starts: Starts[Array, "B T"] | None = None,
 ) -> Float[Array, "B"]:
-  """How far a row's rate of boundaries lies outside of two bounds.
+  """How far a row's boundary rate lies outside two bounds.
 
     loss = max(0, r - highest) + max(0, lowest - r),  r = k / L
 
@@ -221,7 +221,7 @@ def rate_bounds_loss(
     weights: see `binomial_prior_loss`.
     document_starts: see `binomial_prior_loss`.
 
-  Returns float32, or float64 for such boundaries; 0 for a row in which no token counts.
+  Returns float32, or float64 for float64 boundaries; 0 for a row in which no token counts.
 
   Source: Owodunni et al. 2025, arXiv:2507.12720; owos/flexitokens@4f9f4fa.
   """
@@ -236,7 +236,7 @@ def rate_bounds_loss(
 
 
 def _mean_of_rows(function, boundaries, weights, document_starts) -> jax.Array:
-  """[B], function(k, L) / L of each row's k boundaries among L tokens, or of its documents."""
+  """[B], function(k, L) / L for each row's k boundaries among L tokens, or for its documents."""
   b_bt = boundaries.astype(sum_dtype(boundaries))
   w_bt = jnp.ones_like(b_bt) if weights is None else weights.astype(b_bt.dtype)
   total_b = jnp.sum(w_bt, axis=1)

@@ -1,4 +1,4 @@
-"""Data whose length only the device can tell: compiled for a few lengths, its buckets."""
+"""Data whose length only the device knows, compiled for a few lengths, its buckets."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from dpjax.ops.arrays import typed
 
 
 def bucket_sizes(longest: int, num_buckets: int) -> tuple[int, ...]:
-  """The longest, and below it lengths evenly spaced up to its half.
+  """The longest length, and below it lengths evenly spaced up to its half.
 
     bucket_sizes(9, 4)  ->  (2, 3, 5, 9)
 

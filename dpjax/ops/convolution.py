@@ -1,4 +1,4 @@
-"""Causal convolution over time, with which every Extractor mixes tokens: of rows, and in chunks.
+"""Causal convolution over time, which mixes tokens in every Extractor: of rows, and in chunks.
 
 B batch, T position, C position of a chunk, L tap, D input feature, E output feature, U inputs.
 
@@ -32,7 +32,7 @@ def causal_convolution(
   document_starts: Starts[Array, "B T"] | None = None,
   implementation: str | None = None,
 ) -> Float[Array, "B T D"] | Float[Array, "B T E"]:
-  """Sums the inputs so far, each times the tap of its distance.
+  """Sums the inputs so far, each times the tap for its distance.
 
     y[b, t] = sum over s <= t of inputs[b, s] * filters[t - s]
 
@@ -51,7 +51,7 @@ def causal_convolution(
   The first two multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
   matrix taps; a CPU in float32), and then have no forward-mode derivatives.
 
-  With `document_starts`, a document sees nothing of those before it, s >= t - o_t with o_t the
+  With `document_starts`, a document does not see those before it: s >= t - o_t, with o_t the
   position of t within its document, for at most O(log T) times the work.
 
   Args:
@@ -59,7 +59,7 @@ def causal_convolution(
     filters: the taps; without `document_starts` L is at least T.
     document_starts: 1 at the first token of each document, else 0; inputs L or more tokens ago
       count as 0. None means that each row is one document.
-    implementation: one of the names above; None takes that of `choose_implementation`.
+    implementation: one of the names above; None uses `choose_implementation`.
 
   Returns:
     y, in the dtype of `inputs`.
@@ -101,11 +101,11 @@ def causal_convolution(
   return y_bte.astype(inputs.dtype)
 
 
-# Positions of a block that goes lag by lag where a row has several documents.
+# Positions of a block that is convolved lag by lag if a row has several documents.
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
 # The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
-# results/ops_h200.json. The first row that fits counts: rank of the filters, maximum of B, maximum
+# results/ops_h200.json. The first matching row is used: rank of the filters, maximum of B, maximum
 # of T, implementation.
 _FASTEST = {
   "cpu": (
@@ -148,7 +148,7 @@ def _lead(x, ndim):
 
 
 def _product(formula, dtype, a, b):
-  """An einsum of float32 or float64 arrays whose values are those of `dtype`."""
+  """An einsum of float32 or float64 arrays whose values are exact in `dtype`."""
   return product(formula, a, b) if dtype == a.dtype else low_product(a, b, formula, dtype)
 
 
@@ -156,7 +156,7 @@ def _scan(x_btd, w, dtype, position_bt=None):
   length = x_btd.shape[1]
   padded = jnp.pad(x_btd, ((0, 0), (length, 0), (0, 0)))
 
-  # Recomputed in the gradient, where all shifted inputs would be kept otherwise.
+  # Recomputed in the gradient, which would otherwise keep all shifted inputs.
   @jax.checkpoint
   def body(y_bte, lag_tap):
     lag, tap = lag_tap
@@ -203,10 +203,10 @@ def _convolve_documents(implementation, x_btd, w, dtype, position_bt):
 
 
 def _toeplitz_matrix(x, axis):
-  """[.., T, ..] to [.., T, T, ..], M[t, s] = x[t - s] and 0 for s > t; no gather."""
+  """[.., T, ..] to [.., T, T, ..], M[t, s] = x[t - s] and 0 for s > t, without a gather."""
   x = jnp.moveaxis(x, axis, -1)
   length = x.shape[-1]
-  # Rows of 2 T - 1 cut from a run of period 2 T begin one earlier every time.
+  # Rows of 2 T - 1 cut from a sequence of period 2 T each begin one position earlier.
   period = jnp.concatenate(
     [x[..., :1], jnp.zeros(x.shape[:-1] + (length,), x.dtype), x[..., :0:-1]], axis=-1
   )
@@ -220,7 +220,7 @@ def _toeplitz(x_btd, w, dtype):
     return _product("ts,bsd->btd", dtype, _toeplitz_matrix(w, 0), x_btd)
   if w.ndim == 2:
     return _product("dts,bsd->btd", dtype, _toeplitz_matrix(w.T, 1), x_btd)
-  # The matrix of the taps is larger wherever B < D.
+  # The matrix of the taps is larger if B < D.
   return _product("btld,lde->bte", dtype, _toeplitz_matrix(x_btd, 1), w)
 
 
@@ -231,9 +231,9 @@ def _fft(x_btd, w, _):
   length = x_btd.shape[1]
   # 2**i, 3 * 2**i or 5 * 2**i: a size that FFTs are fast at.
   size = min(k << (-(-length // k) - 1).bit_length() for k in (1, 3, 5))
-  # A product of polynomials modulo z**size - i: terms beyond the size come back times i, so the
-  # real part is the beginning of the convolution. It is that of p(z c) modulo z**size - 1,
-  # c**size = i, by FFTs of that size: as much work as real ones of zero-padded arrays.
+  # A product of polynomials modulo z**size - i: terms beyond the size wrap around times i, so the
+  # real part is the beginning of the convolution. It equals that of p(z c) modulo z**size - 1,
+  # c**size = i, by FFTs of that size: as much work as real FFTs of zero-padded arrays.
   angle = np.pi / (2 * size) * np.arange(size)
   cos, sin = jnp.asarray(np.cos(angle), w.dtype), jnp.asarray(np.sin(angle), w.dtype)
 
@@ -260,7 +260,7 @@ def _multiply(x_bdf, w):
   if x_bdf.shape[0] == 1:
     return (x_bdf[:, :, None] * w[None]).sum(axis=1)
   multiply = functools.partial(_einsum, "bdf,def->bef")
-  # By real products, as complex ones are slow on CPU.
+  # With real products, as complex ones are slow on CPU.
   return lax.complex(
     multiply(x_bdf.real, w.real) - multiply(x_bdf.imag, w.imag),
     multiply(x_bdf.real, w.imag) + multiply(x_bdf.imag, w.real),
@@ -269,8 +269,8 @@ def _multiply(x_bdf, w):
 
 def _dft_matrices(length, dtype):
   """Two steps of a discrete Fourier transform as matrices, [k, c, u] and [k, j, c, c', r]."""
-  # Of T' = R * S >= `length` positions R u + r at the T' frequencies (f + 1/2) / (2 T'), of which
-  # no two are conjugates, f = k + 2 S j, with k and u < S, j and r < R; c and c' are the real and
+  # The T' = R * S >= `length` positions are R u + r, the T' frequencies (f + 1/2) / (2 T'), no two
+  # of them conjugates, f = k + 2 S j, with k and u < S, j and r < R; c and c' are the real and
   # the imaginary part.
   # Measured up to 4096; beyond that the work 2 S + 4 R is least for R = sqrt(T / 2).
   r_size = 1 if length < 32 else 8 if length <= 1024 else 32
@@ -310,7 +310,7 @@ def _dft(x_btd, w, _):
   else:
     w_re, w_im = (w_fc[:, c].reshape(-1, 1, w.size // w.shape[0]) for c in (0, 1))
     y_fcbe = jnp.stack([re * w_re - im * w_im, re * w_im + im * w_re], axis=1)
-  # But for the factor T', a transform and its transpose cancel each other.
+  # Up to the factor T', a transform and its transpose cancel.
   y_kjcm = y_fcbe.reshape(s_size, r_size, 2, -1)
   y_kerm = _einsum("kjcer,kjcm->kerm", second, y_kjcm)
   y_urm = _einsum("kcu,kcrm->urm", first, y_kerm) / (s_size * r_size)
@@ -325,7 +325,7 @@ class ConvolutionCache(NamedTuple):
   """The last L inputs of every row; a step costs O(L D), with matrix taps O(L D E).
 
   Attributes:
-    inputs: a ring: position t is at t modulo L; zeros for missing inputs.
+    inputs: a ring buffer, with position t at t modulo L; zeros for missing inputs.
     length: the number of inputs so far in each row.
   """
 
@@ -410,7 +410,7 @@ def _write(cache, inputs, lengths_b):
   ring_bld, length_b = cache.inputs, cache.length
   num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
   if chunk == 1:
-    # In place where the cache is donated. A row without an input gets a zero in the slot of
+    # In place if the cache is donated. A row without an input gets a zero in the slot of
     # the input L positions before, which is not read again.
     write = jax.vmap(lambda x, slot, new: x.at[slot].set(new))
     return write(ring_bld, length_b % num_taps, inputs[:, 0])

@@ -23,7 +23,7 @@ from dpjax.ops.arrays import Starts, typed
 
 
 def check_starts(document_starts: ArrayLike, shape: Sequence[int]) -> Int32[Array, "B T"]:
-  """The starts as int32; a `ValueError` unless they are 0 or 1 [B, T] and rows begin with 1.
+  """The starts as int32; raises `ValueError` unless they are 0 or 1 [B, T] and rows begin with 1.
 
   If they are traced, only the shape and the dtype are checked. `shape` is (B, T).
   """
@@ -54,7 +54,7 @@ def check_lengths(lengths: Integer[Array, "B"], chunk: int) -> Int32[Array, "B"]
 def mask_padding(
   inputs: Float[Array, "B C D"], lengths: Integer[Array, "B"] | None
 ) -> tuple[Float[Array, "B C D"], Int32[Array, "B"]]:
-  """The inputs with zeros at the padding, and the valid positions of each row."""
+  """The inputs with zeros at the padding, and the number of valid positions in each row."""
   batch, chunk = inputs.shape[:2]
   if lengths is None:
     return inputs, jnp.full(batch, chunk, jnp.int32)

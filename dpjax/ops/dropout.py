@@ -1,4 +1,4 @@
-"""Dropout with a quarter of the random bits' work."""
+"""Dropout with a quarter of the usual random bits."""
 
 import math
 from functools import partial
@@ -25,9 +25,8 @@ def dropout(
 
     output = inputs / (1 - rate)   with probability 1 - rate, else 0
 
-  An element takes 16 random bits of `threefry`, so the rate counts as the multiple of 2**-16
-  nearest to it, in [0, 1). `jax.random` would spend 64 on each, a tenth of a training step on
-  a CPU.
+  An element uses 16 random bits from `threefry`, so the rate is rounded to the nearest multiple of
+  2**-16 in [0, 1). `jax.random` would use 64 per element, a tenth of a training step on a CPU.
 
   Raises:
     ValueError: `rate` is outside of [0, 1), the inputs are not floats, or a key is missing.
@@ -51,7 +50,7 @@ def dropout(
 
 
 def _num_dropped(rate: float) -> int:
-  """Of 2**16 values of the bits; rates that would round to 1 drop all but one."""
+  """How many of the 2**16 bit values drop; rates that would round to 1 drop all but one."""
   return min(round(rate * _STEPS), _STEPS - 1)
 
 
@@ -66,8 +65,8 @@ def threefry(
   """Threefry-2x32, the generator of `jax.random`: two random words for each count.
 
   The counts are high * 2**32 + low. With 20 rounds JAX computes the same, on a CPU in a loop whose
-  results go through the memory. From 13 rounds on, its authors know of no flaw; the other 7, a
-  third of the work, are a margin.
+  results go through memory. Its authors know of no flaw with 13 or more rounds; the other 7, a
+  third of the work, are a safety margin.
 
   Source: Salmon et al. 2011, doi.org/10.1145/2063384.2063405, Sec. 4.2; Random123.
   """
@@ -90,7 +89,7 @@ def relu_dropout(
 ) -> Float[Array, "*B"]:
   """`dropout` of relu(inputs), as a factor (`as_factor`); stores only this for the gradient.
 
-  Only reverse-mode derivatives.
+  Supports only reverse-mode derivatives.
   """
   _check(rate, key)
   return _relu_dropout(rate, inputs.dtype, inputs, key)

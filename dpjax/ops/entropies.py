@@ -30,13 +30,13 @@ def conditional_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
 
     H_t = -sum over v of p_tv ln p_tv,   p_t = softmax(logits_t)
 
-  Two equal logits give ln 2 = 0.693. A symbol of logit -inf adds nothing, but one of every V is
-  finite. Returns nats, float32, or float64 for such logits.
+  Two equal logits give ln 2 = 0.693. A symbol with logit -inf adds nothing, but one of every V
+  must be finite. Returns nats, in float32, or float64 for float64 logits.
   """
   if not logits.shape[2]:
     raise ValueError(f"logits: expected V of at least 1, got {arrays.describe(logits)}")
   logits = logits.astype(sum_dtype(logits))
-  # Large numbers that all share would cost the differences their digits.
+  # A large common offset would cost the differences precision.
   logits -= jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   log_p_btv = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   # 0 ln 0 = 0, and no nan in the gradient either: e**-200 is 0.
@@ -58,14 +58,14 @@ def entropy_spikes(
   b_0 is always 1. With left 2, [[3, 2, 4, 4, 5, 1]] -> [[1, 0, 1, 0, 1, 0]].
 
   Args:
-    entropies: H, nats; no nan.
+    entropies: H, in nats, without nan.
     left: the number of preceding tokens to compare with, at least 1.
     document_starts: tokens of earlier documents are not compared.
 
   The boundaries have no gradient. Source: the pooling paper, Eq. 6.
   """
   arrays.integer("left", left)
-  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
+  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # At least float32.
   position_bt = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   if document_starts is not None:
     position_bt = document_positions(document_starts)
@@ -99,7 +99,7 @@ def entropy_threshold(
   monotonic [[1, 0, 0, 1]]; with theta_add 0, combined [[1, 0, 0, 1]].
 
   Args:
-    entropies: H, nats: of a model's prediction of token t + 1.
+    entropies: H, in nats, of a model's prediction of token t + 1.
     rule: a name in `RULES`.
     theta: the threshold, in nats.
     theta_add: the second threshold, in nats; 0 unless the rule is "combined".
@@ -114,7 +114,7 @@ def entropy_threshold(
   """
   theta_add = check_rule(rule, theta_add)
   theta = arrays.number("theta", theta, "a number", lambda x: x == x, traced=True)
-  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As fine as `theta`.
+  h_bt = lax.stop_gradient(entropies.astype(sum_dtype(entropies)))  # As precise as `theta`.
   if previous is None:
     rows = h_bt.shape[0]
     previous = jnp.full(rows, -jnp.inf, h_bt.dtype), jnp.zeros(rows, jnp.int32)
@@ -127,7 +127,7 @@ def entropy_threshold(
   if rule == "monotonic":
     return (h_bt - before_bt > theta).astype(jnp.int32)
   may_bt = (h_bt > theta) & (h_bt - before_bt > theta_add)
-  # Of tokens in a row that may be one, every other is: the first, the third, ...
+  # In a run of candidate tokens, every other one is a boundary: the first, the third, ...
   index_t = jnp.arange(h_bt.shape[1], dtype=jnp.int32)[None]
   taken_b1 = boundary[:, None].astype(jnp.int32)
   refused_bt = jnp.where(may_bt, -1 - taken_b1, index_t)
@@ -150,7 +150,7 @@ def entropy_theta(
   factor 2, it is 2.5. A factor below what the rule can reach raises a `ValueError`.
 
   Args:
-    entropies: nats, of a text in B windows.
+    entropies: those of a text in B windows, in nats.
     factor: the target number of tokens per segment, at least 1.
     rule: see `entropy_threshold`.
     theta_add: see `entropy_threshold`.
@@ -160,12 +160,12 @@ def entropy_theta(
     "factor", factor, "at least 1, and finite", lambda x: 1 <= x < math.inf, error=UserError
   )
   if not entropies.size or not arrays.is_concrete(entropies):
-    raise ValueError(f"entropies: expected at least one, and no tracer, got {entropies.shape}")
+    raise ValueError(f"entropies: expected at least one, not traced, got {entropies.shape}")
   values = np.asarray(entropies, np.float32)
   if rule == "monotonic":
     values = np.diff(values, axis=1)
   values = np.unique(values)
-  # Between neighbouring floats there is none; the lower one separates them as well.
+  # No float lies between adjacent floats; the lower one separates them as well.
   between = values[:-1] + np.diff(values) / 2
   between = np.where(between < values[1:], between, values[:-1])
   ends = (values[:1] - 1, between, values[-1:])
@@ -188,7 +188,7 @@ def entropy_theta(
 
 
 def check_rule(rule: str, theta_add: float = 0.0) -> float:
-  """Checks that a rule exists, and that it uses `theta_add`, which it returns, unless it is 0."""
+  """Checks that a rule exists, and uses `theta_add` unless it is 0; returns `theta_add`."""
   if not isinstance(rule, str) or rule not in RULES:
     raise unknown("rule", RULES, rule)
   theta_add = arrays.number("theta_add", theta_add, error=UserError)

@@ -24,9 +24,9 @@ def layer_norm(
 
     scale (x - mean(x)) / sqrt(var(x) + epsilon) + bias
 
-  The variance is that of the deviations, so that a large mean costs no digits, in float32, or in
-  float64 for such inputs. Only reverse-mode derivatives, which store the inputs and two numbers for
-  each vector.
+  The variance is that of the deviations, so that a large mean costs no precision, in float32, or in
+  float64 for float64 inputs. Supports only reverse-mode derivatives, which store the inputs and two
+  numbers per vector.
 
   Source: Ba et al. 2016, arXiv:1607.06450.
   """

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import core, export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard, use_abstract_mesh
 
-AXIS = "data"  # of a run's devices
+AXIS = "data"  # the mesh axis of a run's devices
 _Function = TypeVar("_Function", bound=Callable)
 
 
 def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:
-  """`jax.lax.platform_dependent`: applies the function of the platform that is compiled for.
+  """Applies the function for the platform compiled for (`jax.lax.platform_dependent`).
 
-  Their names are platforms, "cpu", "cuda", "rocm" or "tpu", and "default" for all others.
+  Keys are the platforms "cpu", "cuda", "rocm" or "tpu", and "default" for all others.
   """
   if len(functions) == 1:
     return functions["default"](*arrays)
@@ -27,31 +27,31 @@ def by_platform(functions: Mapping[str, Callable], *arrays: Any) -> Any:
 
 
 def has_cuda() -> bool:
-  """Whether JAX is installed with its compiler for NVIDIA's GPUs, though perhaps without one."""
+  """Whether JAX's compiler for NVIDIA GPUs is installed, with or without a GPU."""
   return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 def has_triton() -> bool:
-  """Whether JAX can compile Pallas kernels for GPUs by Triton, which it will give up."""
+  """Whether JAX can compile Pallas kernels for GPUs with Triton, which it will drop."""
   return has_cuda() and bool(importlib.util.find_spec("jax.experimental.pallas.triton"))
 
 
 def num_devices() -> int:
-  """The devices of the mesh in use (`jax.sharding.use_abstract_mesh`), without one all of JAX's."""
+  """The size of the current mesh (`jax.sharding.use_abstract_mesh`), or JAX's device count."""
   mesh = jax.sharding.get_abstract_mesh()
   return jax.device_count() if mesh.empty else mesh.size
 
 
 def is_symbolic(x: jax.Array) -> bool:
-  """Whether the first axis has no number yet, as while `jax.export` leaves the batch open."""
+  """Whether the first axis has a symbolic size, like a symbolic batch in `jax.export`."""
   return export.is_symbolic_dim(x.shape[0])
 
 
 def divide_rows(x: jax.Array) -> jax.Array:
-  """Keeps the first axis of an activation divided over the devices of a run, as its batch is.
+  """Keeps the first axis of an activation sharded over the devices of a run, like its batch.
 
-  Else XLA may divide the features, like parameters (`train.param_sharding=fsdp`), and move
-  activations at every layer. Does nothing outside of a run.
+  Otherwise XLA may shard the features, like parameters (`train.param_sharding=fsdp`), and move
+  activations at every layer. Does nothing outside a run.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or is_symbolic(x):
@@ -60,7 +60,7 @@ def divide_rows(x: jax.Array) -> jax.Array:
 
 
 def replicate(arrays: Any) -> Any:
-  """Copies the arrays to each device of a run, once: before a loop, which would gather again."""
+  """Copies the arrays to each device of a run, once, before a loop that would gather repeatedly."""
   return jax.tree.map(_constrain, arrays)
 
 
@@ -72,9 +72,9 @@ def _constrain(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def pvary_like(arrays: Any) -> Any:
-  """Within `jax.shard_map`, the arrays as varying over the devices over which one of them does.
+  """Within `jax.shard_map`, makes the arrays vary over all devices over which one of them does.
 
-  Where a `jax.custom_vjp` takes them, JAX then sums the gradients of those that devices share.
+  JAX then sums the gradients of a `jax.custom_vjp` for arrays that devices share.
   """
   if not jax.sharding.get_abstract_mesh().manual_axes:
     return arrays

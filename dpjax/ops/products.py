@@ -1,4 +1,4 @@
-"""Products, the dtype of their factors and that of their sums."""
+"""Products, and the dtypes of their factors and sums."""
 
 import contextlib
 import functools
@@ -26,10 +26,10 @@ def sum_dtype(*terms: jax.Array) -> jnp.dtype:
 def product_dtype(dtype: str) -> contextlib.AbstractContextManager:
   """A context in which `product` and `dot_general` round float32 factors to a dtype.
 
-  `dtype` is "bfloat16", or "float32" for none. What is traced or runs in the context is affected,
-  with its gradients. Of dpjax's products only Fourier transforms, the similarity of `route`, sums
-  of gradients of gates, projections between stages of different widths, and the values of attention
-  with a cache stay in float32.
+  `dtype` is "bfloat16", or "float32" for no rounding. It affects all that is traced or run in the
+  context, and its gradients. Only these products of dpjax stay in float32: Fourier transforms, the
+  similarity of `route`, sums of gate gradients, projections between stages of different widths, and
+  the values of attention with a cache.
   """
   arrays.choice("dtype", dtype, ("float32", "bfloat16"))
   return _context(dtype)
@@ -40,7 +40,7 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
   Factors of bfloat16 or float16, and those of float32 within `product_dtype("bfloat16")`, are
   multiplied in that dtype; so are those of the gradients, in reverse mode only. Then every axis of
-  a factor is one of the other or of the result.
+  a factor must be an axis of the other or of the result.
   """
   dtype = factor_dtype(x, y)
   if dtype is None:
@@ -49,7 +49,7 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
-  """The dtype of 16 bits in which `product` multiplies; None for that of the arrays."""
+  """The 16-bit dtype in which `product` multiplies; None if it uses the arrays' dtypes."""
   if _context.value == "bfloat16":
     is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return jnp.dtype(jnp.bfloat16) if is_low else None
@@ -57,7 +57,7 @@ def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
 
 
 def as_factor(x: jax.Array) -> jax.Array:
-  """`x` in the dtype in which `product` multiplies it: for arrays that only products read."""
+  """Casts `x` to the dtype in which `product` multiplies it, for arrays that only products read."""
   return x.astype(factor_dtype(x, x) or x.dtype)
 
 
@@ -79,7 +79,7 @@ def _low_product(spec, dtype, _, x, y):
 def _forward(spec, dtype, of_x, x, y):
   stored = x.astype(dtype)
   if jax.__version_info__ < (0, 11):
-    # XLA:CPU would convert all that a scan has stored so far at every layer, but not bits.
+    # At every layer, XLA:CPU would convert all floats that a scan has stored so far, but not bits.
     stored = lax.bitcast_convert_type(stored, jnp.uint16)
   return _low_product(spec, dtype, of_x, x, y), (stored, y)
 
@@ -107,7 +107,7 @@ def _multiply(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """The einsum, with the summed axes of `x` last in memory.
 
-  XLA:CPU multiplies other orders in float32 (results/products.json), also those of a transposition
+  XLA:CPU multiplies other orders in float32 (results/products.json), even those of a transposition
   without the constraint, which then moves nothing. A single row takes a loop of 1 GB/s; with a
   second row of zeros, and sums over `_PART` terms at a time, it is faster than in float32.
   """
@@ -126,7 +126,7 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     z = _multiply_row(x, y, axes, batch)
   else:
     z = lax.dot_general(x, y, (axes, batch), **_SUMS)
-  # The result of a product that is transposed may become one that XLA:CPU does not have.
+  # XLA may fold the transposition of the result into a product that XLA:CPU does not have.
   z = lax.optimization_barrier(z)
   return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
 
@@ -152,7 +152,7 @@ def _multiply_row(x: jax.Array, y: jax.Array, axes: Any, batch: Any) -> jax.Arra
 
 
 def promote(*operands: Any, dtype: Any, inexact: bool = True) -> list[Any]:
-  """Flax's `promote_dtype`, but for inputs that `as_factor` has rounded already."""
+  """Flax's `promote_dtype`, except for inputs already rounded by `as_factor`."""
   inputs, *params = operands
   is_factor = inputs.dtype in LOW and inputs.dtype == factor_dtype(inputs, params[0])
   inputs = inputs if is_factor else inputs.astype(dtype)
@@ -166,7 +166,7 @@ def dot_general(
 
   The gradients then sum over one axis: for a sum over two, XLA:CPU would first transpose a factor.
   Products of 16 bits (`product_dtype`) have only reverse-mode derivatives.
-  Other products, or with options, go to `jax.lax.dot_general` unchanged.
+  Other products, and calls with options, go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:

@@ -23,7 +23,7 @@ from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Real, Starts, typed
 from dpjax.ops.products import sum_dtype
 
-MIN_PROBABILITY = 1e-4  # a probability lies this far from 0 and 1 in the scan
+MIN_PROBABILITY = 1e-4  # the scan clips probabilities this far from 0 and 1
 
 
 @typed
@@ -44,10 +44,10 @@ def route(
   Args:
     hidden: h, a vector for each token.
     query_kernel: W_q, for the vector of the token before.
-    key_kernel: W_k, for that of the token.
-    previous: the vector before each row's first, to continue rows; None for zeros.
+    key_kernel: W_k, for the vector of the token itself.
+    previous: the vector before each row's first, to continue rows; None means zeros.
     num_before: the number of earlier tokens in each row; None means 0.
-    document_starts: 1 at the first token of each document, where p is 1, too, else 0.
+    document_starts: 1 at the first token of each document, else 0; p is 1 there.
 
   Returns p, in float32 or the wider dtype of `hidden`; b.
   """
@@ -82,8 +82,8 @@ def smooth_segments(
   Args:
     segments: z.
     probabilities: p, of the boundaries that end them.
-    previous: e_{-1}, to continue rows; None for zeros.
-    document_starts: 1 at the first segment of each document, where e_{m-1} is 0, else 0.
+    previous: e_{-1}, to continue rows; None means zeros.
+    document_starts: 1 at the first segment of each document, else 0; e_{m-1} is 0 there.
 
   Returns e, in the dtype of `segments`, computed in at least float32.
   """
@@ -133,7 +133,7 @@ def ratio_loss(
     probabilities: p.
     factor: N, the target number of tokens per segment, above 1; it may be traced.
     weights: 1 where a token counts, else 0; None means that all count.
-    share: F of the global batch, for a shard of one; None means that of these tokens. With the
+    share: F of the global batch, if this is a shard; None means that of these tokens. With the
       same F, L times the number of tokens adds up over shards.
 
   Returns L, at least float32.

@@ -10,8 +10,8 @@ neither on the capacity nor on the other rows.
 
 No future leaks: a token that closes a segment sees it; other tokens see the segment before, or
 the null group. An open segment at the end of a row is never used. Each document
-(`document_starts`, 1 at the first token of each) has its null group, and its last segment ends
-with it:
+(`document_starts`, 1 at the first token of each) has its own null group, and its last segment
+ends with it:
 
     h                a  b  c  d  e  f
     document_starts  1  0  0  1  0  0
@@ -22,8 +22,8 @@ with it:
 B batch, T position (token), C position in a chunk, S segments and the null group, D feature.
 
 Source: the pooling paper (Nawrot et al. 2023, arXiv:2211.09761), Sec. 3;
-PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. A matrix [B, T, S] of weights there; here every
-token is added to its segment, with the same values and gradients.
+PiotrNawrot/dynamic-pooling@1e6f360:shortening.py. It uses a matrix [B, T, S] of weights; here
+every token is added to its segment, with the same values and gradients.
 """
 
 import functools
@@ -73,17 +73,17 @@ def pool_segments(
   method: str = "mean",
   document_starts: Starts[Array, "B T"] | None = None,
 ) -> Float[Array, "B capacity D"]:
-  """Pools every segment to one vector: the mean of its tokens, or its last token.
+  """Pools every segment into one vector: the mean of its tokens, or its last token.
 
     mean: s_m = (sum over l with id_l = m of h_l) / n_m,  n_m = number of those l
     last: s_m = h_l of the l with id_l = m and b_l = 1
 
-  with id of `segment_ids`. For one feature and the boundaries [0, 1, 0, 0, 1, 0], `capacity` 4:
+  with id from `segment_ids`. For one feature and the boundaries [0, 1, 0, 0, 1, 0], `capacity` 4:
 
     mean: [1, 3, 10, 20, 60, 7] -> [2, 30, 7, 0]
     last: [1, 3, 10, 20, 60, 7] -> [3, 60, 0, 0]
 
-  Vectors without a segment are zero. An open segment at the end has its mean if there is room, and
+  Vectors without a segment are zero. An open segment at the end has a mean if there is room, but
   no last token. Segments from `capacity` on are dropped. Sums are in float32.
 
   With "mean", float boundaries get a (reverse-mode) gradient, as in the authors' code: token l has
@@ -96,8 +96,8 @@ def pool_segments(
     boundaries: 1 where a segment ends, else 0.
     capacity: the maximum number of segments in a row, at least 0; T is always enough.
     method: "mean" or "last".
-    document_starts: each document but the first then has a vector of zeros before its segments, for
-      the caller's null group (`segment_starts`, one further). None: a row is one document.
+    document_starts: each document except the first then has a vector of zeros before its segments,
+      for the caller's null group (`segment_starts`, one further). None: a row is one document.
 
   Returns s, in the dtype of `inputs`.
 
@@ -134,11 +134,11 @@ def upsample_segments(
 
     [9, 2, 30] -> [9, 2, 2, 2, 30, 30]
 
-  If S is too small for a token's segment, this is an error; under `jit`, the token gets nan. The
-  gradient of a segment is the sum over its readers, in float32; that of boundaries is zero.
+  If S is too small for a token's segment, this raises; under `jit`, the token gets nan. The
+  gradient of a segment is the sum over its readers, in float32; boundaries get zero gradient.
 
   Args:
-    segments: null group and segments in order, of each document in turn.
+    segments: null group and segments in order, for each document in turn.
     boundaries: see `pool_segments`.
     document_starts: see `pool_segments`.
 
@@ -158,7 +158,7 @@ def upsample_segments(
 
 def take_segments(segments: jax.Array, index: jax.Array) -> jax.Array:
   """segments[b, index[b, t]], and nan if the index, nondecreasing in t, is too large."""
-  # The cast makes the gradient's sum one of float32.
+  # The cast makes the gradient sum in float32.
   wide_bsd = segments.astype(sum_dtype(segments))
   return _take(wide_bsd, index, jnp.nan).astype(segments.dtype)
 
@@ -173,7 +173,7 @@ def segment_starts(
 ) -> Int32[Array, "B capacity"]:
   """The starts of documents among segments, 0 or 1.
 
-  A document begins with its null group, or without one with its first segment, which its first
+  A document begins with its null group, or, without one, with its first segment, which its first
   token must end. For the boundaries [0, 1, 0, 0, 0, 1] and the starts [1, 0, 0, 1, 0, 0], the
   result is [1, 0, 1, 0], for null, ab, null, def.
   """
@@ -184,7 +184,7 @@ def segment_starts(
 
 
 def _ids(boundaries, document_starts=None):
-  """The index of each token's segment; with `document_starts`, null groups count, too."""
+  """The index of each token's segment; with `document_starts`, null groups also count."""
   ones_bt = boundaries.astype(jnp.int32)
   ids_bt = jnp.cumsum(ones_bt, axis=1, dtype=jnp.int32) - ones_bt
   if document_starts is None:
@@ -193,7 +193,7 @@ def _ids(boundaries, document_starts=None):
 
 
 def sum_of_segments(values, ids, capacity):
-  """Sums row by row: over all rows at once, a row's surplus would fall into the next row."""
+  """Sums row by row: over all rows at once, surplus segments would spill into the next row."""
   return jax.vmap(
     functools.partial(jax.ops.segment_sum, num_segments=capacity, indices_are_sorted=True)
   )(values, ids)
@@ -230,10 +230,10 @@ def _mean_backward(_, residuals, by_means):
   ids_bt = _ids(boundaries, document_starts)
   by_means_bsd = by_means.astype(means_bsd.dtype) / sizes_bs1
   by_inputs_btd = _take(by_means_bsd, ids_bt, 0)
-  # Deviations before sums: what all tokens have in common must not cost digits.
+  # Deviations before sums: a large common value must not cost precision.
   deviations_btd = inputs.astype(means_bsd.dtype) - _take(means_bsd, ids_bt, 0)
   by_weights_bt = jnp.sum(deviations_btd * by_inputs_btd, axis=2)
-  # A boundary moves the weights of the tokens after it, in its document.
+  # A boundary affects the weights of the tokens after it, in its document.
   later_bt = jnp.pad(by_weights_bt, ((0, 0), (0, 1)))[:, 1:]
   if document_starts is None:
     by_boundaries_bt = lax.cumsum(later_bt, axis=1, reverse=True)
@@ -265,7 +265,7 @@ class SegmentCache(NamedTuple):
 
 
 def init_segment_cache(batch: int, width: int, dtype: DTypeLike = jnp.float32) -> SegmentCache:
-  """The cache before the first token, zeros, for B rows of the width D, of this dtype."""
+  """The cache before the first token: zeros, for B rows of width D and inputs of this dtype."""
   arrays.integers(batch=batch, width=width)
   arrays.float_dtype(dtype)
   total_bd = jnp.zeros((batch, width), dtype)
@@ -311,7 +311,7 @@ def pool_segments_cached(
     real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
   ids_bc, num_b1 = _ids(b_bc), jnp.sum(b_bc, axis=1, keepdims=True, dtype=jnp.int32)
-  # One more than can end: the segment that stays open.
+  # One more than can end, for the segment that stays open.
   totals_bsd = sum_of_segments(x_bcd, ids_bc, chunk + 1).at[:, 0].add(cache.total)
   counts_bs = sum_of_segments(real_bc, ids_bc, chunk + 1).at[:, 0].add(cache.count)
   cache = SegmentCache(

@@ -1,4 +1,4 @@
-"""The selective state space of Mamba-2, by chunks, and its cached form.
+"""The selective state space of Mamba-2, in chunks, and its cached form.
 
 B batch, T position, H head, P feature of a head, G group of R = H / G heads, N feature of the
 state, Q position of a chunk. `a`, `b`, `c` and `dt` are named as in the paper.
@@ -40,21 +40,21 @@ def selective_state_space(
     y_t = s_t c_t
 
   It costs O(T (Q (N + P) + P N)) for each head: products within chunks of Q positions, and a scan
-  that carries the state from chunk to chunk. The gradient recomputes what a chunk holds, so that
-  it keeps the arguments and, while it runs, one state for each chunk.
+  that carries the state from chunk to chunk. The gradient recomputes each chunk, so it
+  stores the arguments and, while it runs, one state for each chunk.
 
   Args:
     inputs: x.
     dt: steps of at least 0.
     a: decays of at most 0.
     b: what the state adds; G divides H, and head h belongs to the group h G // H.
-    c: what is read of the state.
-    document_starts: 1 at the first token of each document, else 0: there the state before is 0.
+    c: what is read from the state.
+    document_starts: 1 at the first token of each document, else 0; the state before it is 0.
       None means that each row is one document.
     chunk_size: Q; it changes the speed, and the result up to rounding.
 
   Returns:
-    y, in the dtype of `inputs`; states and sums are in float32, or in float64 for such arrays.
+    y, in the dtype of `inputs`; states and sums are in float32, or float64 for float64 arrays.
 
   Raises:
     ValueError: shapes or dtypes do not match.
@@ -96,10 +96,10 @@ def selective_state_space_cached(
   lengths: Integer[Array, "B"] | None = None,
   chunk_size: int = 64,
 ) -> tuple[Float[Array, "B C H P"], Float[Array, "B H P N"]]:
-  """Continues every row of `selective_state_space`: the outputs are those of whole rows.
+  """Continues every row of `selective_state_space`: the outputs equal those of whole rows.
 
   Args:
-    inputs: a chunk of each row; of one position, the recurrence itself runs.
+    inputs: a chunk of each row; for one position, the recurrence itself runs.
     dt: see `selective_state_space`.
     a: the same in every call.
     b: see `selective_state_space`.
@@ -117,7 +117,7 @@ def selective_state_space_cached(
   _check_groups(inputs, b)
   arrays.check_not_empty(inputs=inputs)
   length, heads = inputs.shape[1:3]
-  dt, _ = mask_padding(dt, lengths)  # Without a step the state neither decays nor grows.
+  dt, _ = mask_padding(dt, lengths)  # With dt = 0 the state neither decays nor grows.
   if length > 1:
     return _run(chunk_size, inputs, dt, a, b, c, None, state)
   dtype, repeats = sum_dtype(inputs, dt, a, b, c), heads // b.shape[2]
@@ -170,7 +170,7 @@ def _backward(size, residuals, grads):
   row, size, count = _pad(size, _Chunk(x, dt, b, c, starts))
   grad_bthp = _pad(size, grads[0])[0]
   a, row, grad_bthp, carry = pvary_like((a, row, grad_bthp, state.astype(dtype)))
-  # The states before each chunk, and then, from the last chunk to the first, its gradients.
+  # First the state before each chunk; then, from the last chunk to the first, the gradients.
   _, before = lax.scan(
     lambda carry, i: (_advance(a, _take(row, i, size), carry), carry), carry, jnp.arange(count)
   )
@@ -203,7 +203,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _pad(size: int, tree):
-  """Rows of whole chunks, Q, and their number; added positions have dt = 0."""
+  """Rows padded to whole chunks, Q, and the number of chunks; padding has dt = 0."""
   length = jax.tree.leaves(tree)[0].shape[1]
   size = min(size, length)
   count = -(-length // size)
@@ -219,7 +219,7 @@ def _take(tree, i, size: int):
 
 
 class _Decays(NamedTuple):
-  """Factors within a chunk, each in [0, 1]: documents apart have 0."""
+  """Factors within a chunk, each in [0, 1], and 0 between documents."""
 
   between: jax.Array  # [B, G, R, Q, S], from the end of position s to that of q >= s
   from_before: jax.Array  # [B, Q, G, R], from the end of the chunk before
@@ -241,7 +241,7 @@ def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
   else:
     number_bq = jnp.cumsum(chunk.starts, axis=1)
     sees &= number_bq[:, :, None] == number_bq[:, None]
-    # Sums of a document alone, so that no rounding depends on another one.
+    # Sums within a document, so that no rounding depends on another one.
     precise = lax.Precision.HIGHEST
     total = jnp.einsum("bqs,bsgr->bqgr", sees.astype(dtype), decay, precision=precise)
     from_before = jnp.where((number_bq == 0)[..., None, None], jnp.exp(total), 0)
@@ -257,7 +257,7 @@ def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
 
 
 def _chunk(a, chunk: _Chunk, state):
-  """[B, Q, H, P] of a chunk, and the state after it from that before it, [B, H, P, N]."""
+  """The outputs of a chunk, [B, Q, H, P], and the state after it, [B, H, P, N]."""
   decays = _decays(a, chunk, has_between=True)
   scores = product("bqgn,bsgn->bgqs", chunk.c, chunk.b)
   weights = (scores[:, :, None] * decays.between).astype(chunk.x.dtype)

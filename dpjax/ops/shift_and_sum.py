@@ -4,7 +4,7 @@ B batch, T position, C position of a chunk, H head, E feature of a head, K level
 rings that a chunk touches.
 
 Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
-fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads cut positions.
+fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads split positions.
 """
 
 from functools import partial
@@ -64,7 +64,7 @@ def shift_and_sum(
 
   Sums are in float32, or in float64 if an argument is. The implementations are
 
-  - "loop", Alg. 1 to the letter: the reference. Only there a later inf or nan affects the past.
+  - "loop", Alg. 1 to the letter: the reference. Only it lets a later inf or nan affect the past.
   - "unrolled", with static shifts.
   - "recompute", whose backward pass recomputes the levels: O(B T H E) memory between the passes
     instead of O(B T H E K). On a CPU it takes one row and some of its features at a time, whose
@@ -121,7 +121,7 @@ def dispatch_matrix(
 
     [[1, 0, 0], [a[1], 1, 0], [b[2], a[2], 1]].
 
-  The result is float32, or float64 for such gates. See `shift_and_sum`.
+  The result is float32, or float64 for float64 gates. See `shift_and_sum`.
   """
   shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
@@ -135,7 +135,7 @@ class ShiftAndSumCache(NamedTuple):
 
   Attributes:
     ring: float32 or float64: the last 2**k values v_k of level k begin at slot 2**k - 1; among
-      them, position t has slot t mod 2**k. At first zeros.
+      them, position t has slot t mod 2**k. Initially zeros.
     length: the number of tokens so far in each row.
   """
 
@@ -146,7 +146,7 @@ class ShiftAndSumCache(NamedTuple):
 def init_shift_and_sum_cache(
   batch: int, num_heads: int, features: int, num_levels: int, dtype: DTypeLike = jnp.float32
 ) -> ShiftAndSumCache:
-  """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, never more.
+  """The cache before the first token: 4 * B * (2**K - 1) * H * E bytes of zeros, a fixed size.
 
   B rows, H heads of E features, K <= 30 levels; `dtype`, a float, is that of values and gates.
   """
@@ -170,7 +170,7 @@ def shift_and_sum_cached(
 
     v_{k+1}[t] = v_k[t] + gates[t, k] * v_k[t - 2**k]
 
-  with t the position in the row, of any length, for any division into chunks; v_k of
+  with t the position in a row of any length, for any division into chunks; v_k of
   positions before the chunk comes from the cache. For one head of one feature and two levels whose
   gates are 1, the row 1, 10, 100, 1000 in chunks of three tokens and one:
 
@@ -204,7 +204,7 @@ def shift_and_sum_cached(
   if levels == 0:
     return v_bche.astype(values.dtype), ShiftAndSumCache(cache.ring, new_length)
 
-  # Of level k a chunk reads and writes 2**k slots, or as many as it has tokens: all levels in
+  # At level k a chunk reads and writes 2**k slots, or as many as it has tokens. All levels share
   # one gather and one scatter, since each of them would copy the ring.
   touched = [min(chunk, 2**k) for k in range(levels)]
   token_m = np.concatenate([np.arange(size, dtype=np.int32) for size in touched])
@@ -223,7 +223,7 @@ def shift_and_sum_cached(
     written.append(_newest(v_bche, past_bmhe, lengths))
     first = v_bche[:, :size] + c_bche[:, :size] * past_bmhe
     rest = v_bche[:, size:] + c_bche[:, size:] * v_bche[:, :-size]
-    # XLA would compute a concatenation again in each of the levels that follow.
+    # XLA would recompute a concatenation in each of the following levels.
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
     v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
 
@@ -247,7 +247,7 @@ def _newest(v_bche, past_bmhe, lengths):
   if lengths is None:
     return jnp.roll(v_bche[:, -size:], chunk % size, axis=1)
   index_m = jnp.arange(size, dtype=jnp.int32)[None]
-  # The last real token of that index, negative if the chunk has none.
+  # The last real token with that index, negative if the chunk has none.
   token_bm = index_m + ((lengths[:, None] - 1 - index_m) & -size)
   newest_bmhe = jax.vmap(_read)(v_bche, jnp.maximum(token_bm, 0))
   return jnp.where((token_bm >= 0)[..., None, None], newest_bmhe, past_bmhe)
@@ -275,7 +275,7 @@ def _loop(values, gates, level_keep):
 
 def _unrolled(values, gates, level_keep):
   dtype = sum_dtype(values, gates)
-  if level_keep is not None:  # Without branches, before each of which a GPU waits for its host.
+  if level_keep is not None:  # No branches: before each, a GPU would wait for its host.
     gates = jnp.where(level_keep, gates, 0)
   v_bthe = values.astype(dtype)
   for k in range(gates.shape[3]):
@@ -285,7 +285,7 @@ def _unrolled(values, gates, level_keep):
 
 
 def _each_row(run, *arrays):
-  """`run` of one row of each device at a time, so that its levels stay in a CPU's caches."""
+  """Applies `run` to one row per device at a time, so that its levels stay in a CPU's caches."""
   devices = num_devices()
   if is_symbolic(arrays[0]) or len(arrays[0]) % devices:
     devices = 1
@@ -325,10 +325,10 @@ def _pull(values, gates, grad, level_keep):
 
 def _pull_rows(values, gates, grad, level_keep):
   if level_keep is None:
-    # With branches between the levels, XLA does not compute a level again for each later one.
+    # With branches between the levels, XLA does not recompute a level for each later one.
     level_keep = lax.optimization_barrier(jnp.ones(gates.shape[3], bool))
   rows, features, levels = values.shape[0], values.shape[3], gates.shape[3]
-  # All levels of one block take at most the room of two levels of all features and rows.
+  # All levels of one block take at most the memory of two levels of all features and rows.
   room = 2 * (1 if is_symbolic(values) else rows) * features // levels
   size = min(features, _BLOCK, max(room // 8 * 8, -(-room // 2)))
   return _each_row(partial(_pull_blocks, size, level_keep=level_keep), values, gates, grad)
@@ -344,8 +344,8 @@ def _pull_blocks(size, values, gates, grad, level_keep):
 
   def block(i, carry):
     dv_bthe, dc_bth = carry[0], list(carry[1])
-    # The last block begins early if `size` does not divide the features: the features that it
-    # shares with the one before count once in the gates.
+    # The last block begins early if `size` does not divide the features: features that it
+    # shares with the previous block count once in the gates.
     start = jnp.minimum(i * size, features - size)
     fresh_e = (start + jnp.arange(size) >= i * size).astype(dtype)
 
@@ -400,7 +400,7 @@ def _pallas(values, gates, level_keep, interpret=None):
 
 
 def _run_default(values, gates, level_keep):
-  # By results/ops.json on a CPU, and results/ops_h200.json on a GPU.
+  # Chosen by results/ops.json for a CPU, and results/ops_h200.json for a GPU.
   runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.

@@ -1,4 +1,4 @@
-"""Shift-and-sum as Pallas kernels for GPUs, by Triton.
+"""Shift-and-sum as Pallas kernels for GPUs, with Triton.
 
 B batch, T position, H head, E feature of a head, K level; in a pass, N row, G sequence, J level,
 C block of features.
@@ -11,7 +11,7 @@ the sequences p, p + s, p + 2 * s, .., which the reshape
 
   [B, T, H, E] -> [B, T / s, s * H, E]
 
-makes heads. So one kernel computes every pass, of log2(tile) levels or fewer.
+turns into heads. So one kernel computes every pass, of log2(tile) levels or fewer.
 
 JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
@@ -26,7 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from dpjax.ops.placement import by_platform
 
-# Rows of a tile. At one feature a thread, its rows and those of its halo fit a GPU's 255
+# Rows of a tile. With one feature per thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
 TILE, BACKWARD_TILE = 64, 16
 # Features of a block: the threads of a warp, which needs no barrier.
@@ -45,9 +45,9 @@ def shift_and_sum(
 ) -> jax.Array:
   """The kernels of `dpjax.ops.shift_and_sum`, which checks their arguments.
 
-  Sums are in float32. A dropped level costs as much as a kept one. Only reverse-mode derivatives,
-  which store only `values` and `gates`. Rows may be distributed over devices; `jax.shard_map` needs
-  check_vma=False.
+  Sums are in float32. A dropped level costs as much as a kept one. Supports only reverse-mode
+  derivatives, which store only `values` and `gates`. Rows may be distributed over devices;
+  `jax.shard_map` needs check_vma=False.
 
   Args:
     values: [B, T, H, E], floats of at most 32 bits, T at least 2.
@@ -124,7 +124,7 @@ _shift_and_sum.defvjp(lambda *x: (_shift_and_sum(*x), x[:2]), _shift_and_sum_bwd
 
 @cache
 def _of_rows(run, rule, options):
-  """`run` for arrays [B, ...] whose rows lie on several devices, or are mapped by `vmap`."""
+  """Wraps `run` for arrays [B, ...] with rows on several devices, or mapped by `vmap`."""
   run = partial(run, options)
 
   def partition(mesh, arrays, results):
@@ -132,7 +132,7 @@ def _of_rows(run, rule, options):
     device = mesh.abstract_mesh.abstract_device
 
     def run_local(*arrays):
-      # Of the mesh, Pallas may only know what its devices are.
+      # Pallas may only know the kind of the mesh's devices.
       local = jax.sharding.AbstractMesh((), (), abstract_device=device)
       with jax.sharding.use_abstract_mesh(local):
         return run(*arrays)
@@ -214,7 +214,7 @@ class _Plan:
     self.grid = (blocks, self.shape[2], self.tiles, batch)
     halos = one.rows // self.halo
     last = self.tiles * halos - 1
-    # Of each side the first row from the tile's start, the rows, and the index of the block.
+    # For each side: its first row from the tile's start, its rows, and the index of its block.
     self.sides = {
       "past": (-self.halo, self.halo, lambda i: jnp.maximum(i * halos - 1, 0)),
       "tile": (0, one.rows, lambda i: i),
@@ -226,7 +226,7 @@ class _Plan:
     arrays, in_specs = zip(*inputs, strict=True)
     compiler_params = None
     if not self.options.interpret:
-      from jax.experimental.pallas import triton as pltriton  # deprecated: may go
+      from jax.experimental.pallas import triton as pltriton  # deprecated: may be removed
 
       compiler_params = pltriton.CompilerParams(num_warps=1, num_stages=1)
     return pl.pallas_call(

@@ -26,8 +26,8 @@ def short_convolution(
   with zeros before the row. For the taps 2, 3 the inputs 1, 10, 100 become 2, 23, 230. It costs
   O(T k D); `causal_convolution` is for as many taps as positions.
 
-  With `document_starts`, 1 at the first token of each document, else 0, zeros stand before each
-  document. Sums are in float32, or in float64 for such arrays; the result has the dtype of
+  With `document_starts`, 1 at the first token of each document, else 0, zeros precede each
+  document. Sums are in float32, or in float64 for float64 arrays; the result has the dtype of
   `inputs`.
 
   Raises:
@@ -47,7 +47,7 @@ def short_convolution(
 def init_short_convolution_cache(
   batch: int, num_taps: int, width: int, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "B k-1 D"]:
-  """The last k - 1 inputs before the first token, zeros of a float dtype."""
+  """The cache before the first token: k - 1 inputs, zeros in a float dtype."""
   arrays.integers(batch=batch, num_taps=num_taps, width=width)
   arrays.float_dtype(dtype)
   return jnp.zeros((batch, num_taps - 1, width), dtype)
@@ -62,12 +62,12 @@ def short_convolution_cached(
   *,
   lengths: Integer[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "B k-1 D"]]:
-  """Continues every row of a short convolution: the outputs are those of whole rows.
+  """Continues every row of a short convolution: the outputs equal those of whole rows.
 
   Args:
     inputs: a chunk, C at least 1.
     taps: the same in every call.
-    cache: the inputs before the chunk, the last one last.
+    cache: the inputs before the chunk, the latest last.
     lengths: see `causal_attention_cached`; outputs of the padding are meaningless.
 
   Returns:

@@ -1,4 +1,4 @@
-"""A run of dpjax as a model of lm-evaluation-harness.
+"""Wraps a dpjax run as a model for lm-evaluation-harness.
 
   pip install lm-eval
   python examples/lm_eval/dpjax_lm.py models/we-books --tasks=my_task --include_path=tasks
@@ -9,9 +9,9 @@ In Python:
   lm_eval.simple_evaluate(model=DpjaxLM("runs/mine"), tasks=["my_task"])
 
 Scores are sums of log-likelihoods in nats. A start token precedes each context, if the window has
-room for it, as in all scores of dpjax. Longer contexts lose their first tokens. The windows
-of a whole text are the harness's: later ones begin with the token before them, the last with as
-many as fit.
+room for it, as in all scores of dpjax. Longer contexts lose their first tokens. Whole texts
+use the harness's windows: later ones begin with the token before them, the last with as many as
+fit.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class DpjaxLM(LM):
     return sums
 
   def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-    """Continues each context until a text of `until`, or for `max_gen_toks` tokens."""
+    """Continues each context until a string in `until`, or for `max_gen_toks` tokens."""
     return [self._generate(*request.args) for request in requests]
 
   def _generate(self, context: str, settings: dict) -> str:
@@ -83,7 +83,7 @@ class DpjaxLM(LM):
     return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
 
   def _prompt(self, context: str) -> str:
-    """The end of a context that the window holds, without what the vocabulary has not."""
+    """The end of a context that fits the window, without unknown tokens."""
     tokenizer, window = self.run.tokenizer, self.run.window
     ids = [i for i in tokenizer.encode(context).tolist() if i != tokenizer.unknown_id][-window:]
     while len(tokenizer.encode(tokenizer.decode(ids))) > window:
@@ -91,7 +91,7 @@ class DpjaxLM(LM):
     return tokenizer.decode(ids)
 
   def _score(self, pairs: Sequence[tuple[Sequence, Sequence]]) -> list[tuple[float, bool]]:
-    """Log-likelihoods of continuations of contexts, of a token or more, in batches of one size."""
+    """Log-likelihoods of non-empty continuations of contexts, in batches of one size."""
     window = self.run.window
     ids = [np.concatenate(pair).astype(np.int32)[-window - 1 :] for pair in pairs]
     counts, found = [len(continuation) for _, continuation in pairs], []
@@ -112,7 +112,7 @@ class DpjaxLM(LM):
 
     @jax.jit
     def step(params, tokens, weights, index):
-      # Of boundaries that are drawn in evaluation, too.
+      # For boundaries that are also drawn in evaluation.
       rngs = {"dropout": jax.random.fold_in(jax.random.key(0), index)}
       variables = {"params": params}
       output = self.run.model.apply(variables, tokens[:, :-1], deterministic=True, rngs=rngs)
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Evaluates a run on tasks, and prints the results as JSON."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("run", help="a run's folder")
-  parser.add_argument("--tasks", required=True, help="names, with commas between them")
+  parser.add_argument("--tasks", required=True, help="comma-separated names")
   parser.add_argument("--include_path", help="a folder with tasks of your own")
   parser.add_argument("--batch_size", type=int, default=16)
   parser.add_argument("--limit", type=int, help="questions of each task")

@@ -1,9 +1,9 @@
-"""Writes each report of a run into a table, a line for each number: step, name, value.
+"""Writes each report of a run to a table, one line per number: step, name, value.
 
 python examples/trackers/csv_tracker.py quickstart runs/tracked
 
-It is also a pattern for any other tracker: what `report` does with its arguments is all that
-changes. (The run's own metrics.jsonl has the same numbers.)
+It is also a template for any other tracker: only the body of `report` changes.
+(The run's own metrics.jsonl has the same numbers.)
 """
 
 import csv
@@ -14,7 +14,7 @@ import dpjax
 
 
 def train(config, workdir, **settings):
-  """As `dpjax.train`, with a table scores.csv beside the run's own files."""
+  """Like `dpjax.train`, with a table scores.csv beside the run's own files."""
   path = Path(workdir) / "scores.csv"
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a", newline="", encoding="utf-8") as file:

@@ -14,13 +14,13 @@ import dpjax
 
 
 def report(step, metrics, state):
-  """A callback of `dpjax.train`. Not every store of MLflow takes nan and infinity."""
+  """A callback of `dpjax.train`. Not every MLflow store accepts nan and infinity."""
   finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
   mlflow.log_metrics(finite, step=step)
 
 
 def train(config, workdir, **settings):
-  """As `dpjax.train`, within a run of MLflow that has the settings, too."""
+  """Like `dpjax.train`, within an MLflow run that also has the settings."""
   with mlflow.start_run(run_name=Path(workdir).name):
     mlflow.log_dict(config.to_dict(), "config.json")
     return dpjax.train(config, workdir, callbacks=[report], **settings)

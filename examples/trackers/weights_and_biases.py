@@ -14,7 +14,7 @@ import dpjax
 
 
 def train(config, workdir, **settings):
-  """As `dpjax.train`; a run that goes on reports to the same run of Weights & Biases."""
+  """Like `dpjax.train`; a resumed run reports to the same Weights & Biases run."""
   folder = Path(workdir).resolve()
   settings_of_run = {
     "name": folder.name,

@@ -247,7 +247,7 @@ def test_files_of_both_kinds_load_alike(folder, monkeypatch):
   *_, state, _, _, params = prepare("one_stage")
   run = dpjax.load(folder)
   helpers.assert_trees_close(run.params, params, rtol=0)
-  assert (run.tokenizer.kind, run.window, run.data) == ("bytes_with_ends", 8192, None)
+  assert (run.tokenizer.name, run.window, run.data) == ("bytes_with_ends", 8192, None)
   write_pt(folder / "hnet.pt", state, monkeypatch)
   with pytest.raises(dpjax.UserError, match="expected one released model, got .*pt, .*tensors"):
     dpjax.load(folder)
@@ -329,7 +329,7 @@ def test_it_is_trained_further_and_exported(folder, tmp_path):
   begin = dpjax.load(folder).params
   run, _ = dpjax.train(config, tmp_path / "run", optimizer=optax.set_to_zero())
   helpers.assert_trees_close(run.params, begin, rtol=0)
-  assert run.tokenizer.kind == "bytes_with_ends"
+  assert run.tokenizer.name == "bytes_with_ends"
   run.save(tmp_path / "out")
   helpers.assert_trees_close(dpjax.load(tmp_path / "out").params, begin, rtol=0)
   loaded = numpy_model.load(tmp_path / "out")([254, *b"cat"])
