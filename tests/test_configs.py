@@ -186,7 +186,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
   has_parts = mixer != "he_extraction"
   if mixer in HEADS:
     of_mixer = dict(name="attention", num_heads=HEADS[mixer], use_bias=False)
-    of_mixer |= dict(dropout=0.0, rotary_base=None)
+    of_mixer |= dict(dropout=0.0, rotary_base=None, rotary_features=None)
   else:
     of_mixer = dict(name=EXTRACTORS[mixer], implementation=None)
   if mixer in ("she", "he", "we", "he_extraction"):
@@ -203,7 +203,7 @@ def test_every_extractor_and_head_has_the_papers_settings(mixer, figure):
     train.schedule name=constant warmup_steps=0
     sample top_p=0.6 temperature=1.0 top_k=0""",
   )
-  assert config.model.mixer.to_dict() == of_mixer
+  assert config.model.mixer.to_dict() == of_mixer | dict(has_feed_forward=True)
   tiny = extractors.get_config(f"tiny,{mixer},{figure}".rstrip(","))
   config_lib.check(tiny)
   assert tiny.train.num_steps == 50 and tiny.model.mixer.name == config.model.mixer.name

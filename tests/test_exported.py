@@ -377,7 +377,7 @@ MODELS = {
     TODAY | dict(stack_norms=True, middle_resize="padding", residual_dtype="float32"),
     dict(name="routing"),
     config_lib.middle(config_lib.boundaries("fixed"), width=8, feed_forward_width=9),
-    **dict(name=("attention", "mamba2"), num_heads=2, rotary_base=100.0, rotary_features=2),
+    **dict(name=("attention", "mamba2"), num_heads=1, rotary_base=100.0, rotary_features=4),
     **dict(state_width=5, head_width=4, has_feed_forward=False),
   ),
   "entropy": described(

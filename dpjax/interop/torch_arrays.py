@@ -126,9 +126,9 @@ def to_params(state: Mapping, table: Table, dtypes: Mapping[str, Any] | None = N
     for i, (name, _, half) in enumerate(name.partition(":") for name in _tuple(names)):
       array = _read(state[name])
       array = np.split(array, 2)[int(half)] if half else array
-      array = _convert(array, path).astype(dtype)
+      array = _convert(array, path)
       if isinstance(names, str):
-        params[path] = jnp.array(array)
+        params[path] = jnp.array(array, dtype)
         continue
       if stack is None:
         stack = jnp.zeros((len(names), *array.shape), dtype)
@@ -138,7 +138,7 @@ def to_params(state: Mapping, table: Table, dtypes: Mapping[str, Any] | None = N
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stack, array, i):
-  return jax.lax.dynamic_update_index_in_dim(stack, array, i, 0)
+  return jax.lax.dynamic_update_index_in_dim(stack, array.astype(stack.dtype), i, 0)
 
 
 def from_params(params: Mapping, table: Table) -> dict[str, np.ndarray]:
