@@ -112,7 +112,8 @@ def configure(name: str, scale: str) -> ConfigDict:
   for key, value in changes.items():
     parent, _, setting = key.rpartition(".")
     section = config_lib.get(config, parent)
-    if parent != "model.boundaries" or setting in section:  # Not every kind has it.
+    # Not all boundaries and tokenizers have it.
+    if parent not in ("model.boundaries", "data.tokenizer") or setting in section:
       section[setting] = value
   return config
 

@@ -67,6 +67,11 @@ COMMANDS = helpers.cases(r"""
   {evaluate} --torch_checkpoint={text} | --workdir, --torch_check
   evaluate --torch_checkpoint={text} | --config: expected it with --torch
   evaluate | --workdir, --torch_checkpoint: expected one of them, got none
+  {evaluate} --text={empty} | --text: expected a text, got the empty file .*empty
+  {evaluate} --text={latin} | --text: expected a text in UTF-8, got .*latin
+  {evaluate} --text={nothing} | --text: expected a text in UTF-8, got .*no_such .No such file
+  {evaluate} --text={text} --split=test | --split: expected none with --text, got test
+  {evaluate} --text={text} --no-isolate_documents | --isolate_documents: expected none with --text
   # Prompts and samples.
   generate | --workdir
   {generate} --seed=-1 | seed: expected at least 0, got -1

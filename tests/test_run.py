@@ -101,38 +101,6 @@ def test_models_of_a_seed_get_the_same_random_windows():
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
 
 
-@pytest.mark.slow
-def test_stopped_and_resumed_ends_bit_for_bit_as_never_stopped(finished, tmp_path, monkeypatch):
-  workdir, _, scores = finished
-  config = workdir_lib.read_config(workdir)
-  read = batches.ContiguousRows.batch
-
-  def batch(self, number, rows=slice(None)):
-    if number == 2:
-      signal.raise_signal(signal.SIGTERM)
-    return read(self, number, rows)
-
-  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-  with monkeypatch.context() as patch:
-    patch.setattr(batches.ContiguousRows, "batch", batch)
-    with pytest.raises(loop.Interrupted, match="Stopped at step 3 of 12"):
-      dpjax.train(config, tmp_path)
-  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-  # A line that was being written when the run was killed, and one that is written again.
-  with (tmp_path / "metrics.jsonl").open("a") as file:
-    file.write(json.dumps({"step": 12, "split": "train", "loss": 0.0}) + '\n{"step": 3')
-  _, again = dpjax.train(config, tmp_path)
-  assert again == scores
-  chex.assert_trees_all_equal(dpjax.load(tmp_path, 12).params, dpjax.load(workdir, 12).params)
-  scored = [
-    [(line["step"], line["nats_per_token"]) for line in reports(x, "valid")]
-    for x in (tmp_path, workdir)
-  ]
-  assert scored[0] == scored[1]
-  steps = [line["step"] for line in reports(tmp_path, "train")]
-  assert steps == sorted(set(steps)) and steps[-1] == 12
-
-
 def test_a_signal_after_the_last_update_stops_before_the_test_split(text, tmp_path):
   config, sent = helpers.small_config(text, num_steps=4), []
 

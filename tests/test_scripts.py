@@ -1,7 +1,6 @@
 """train, evaluate and generate as a user calls them, most of them in this process."""
 
 import contextlib
-import errno
 import gzip
 import io
 import json
@@ -94,28 +93,6 @@ def test_unknown_tokens_are_counted(workdir, tmp_path, capsys):
   path.write_text("\u2603 the \u2603\n")
   assert call("evaluate", f"--workdir={workdir}", f"--text={path}") is None
   assert f"{shown}2 in {path}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-  ("words", "message"),
-  [
-    (["--text={empty}"], "--text: expected a text, got the empty file {empty}"),
-    (["--text={latin}"], "--text: expected a text in UTF-8, got {latin} .*"),
-    (["--text={none}"], "--text: expected a text in UTF-8, got {none} .No such file or directory."),
-    (["--text={latin}", "--split=test"], "--split: expected none with --text, got test"),
-    (
-      ["--text={latin}", "--no-isolate_documents"],
-      "--isolate_documents: expected none with --text, got False",
-    ),
-  ],
-)
-def test_texts_that_are_none_are_refused(words, message, workdir, tmp_path):
-  places = {name: tmp_path / name for name in ("empty", "latin", "none")}
-  places["empty"].touch()
-  places["latin"].write_bytes(b"na\xefve")
-  words = [word.format(**places) for word in words]
-  found = call("evaluate", f"--workdir={workdir}", *words)
-  assert re.fullmatch(message.format(**places), found)
 
 
 def test_generate_prints_samples(workdir, capsys):
@@ -295,18 +272,6 @@ def test_a_path_may_begin_with_a_tilde(workdir, tmp_path, monkeypatch):
   assert (workdir.parent / "scores/scores_valid_12.json").exists()
   assert not [*tmp_path.iterdir()]
   assert run_lib.load("~/small").step == run_lib.load(workdir).step
-
-
-def test_a_full_disk_leaves_one_line_and_no_file(workdir, monkeypatch, capsys):
-  def fails(_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-  before = sorted(workdir.rglob("*"))
-  monkeypatch.setattr("dpjax.files.os.fsync", fails)
-  message = call("evaluate", f"--workdir={workdir}", "--split=train")
-  place = re.escape(str(workdir / "scores_train_12.json"))
-  assert re.fullmatch(rf"{place}: expected to read or write it, got: No space .*", message)
-  assert sorted(workdir.rglob("*")) == before
 
 
 def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):

@@ -79,8 +79,8 @@ def _folder() -> Path:
 @contextlib.contextmanager
 def _importable(is_first: bool) -> Iterator[None]:
   """Lets experiments import `configs`: packaged ones, and the user's."""
-  found = importlib.machinery.PathFinder.find_spec("configs")
-  theirs = [*(found and found.submodule_search_locations or ())]
+  spec = importlib.machinery.PathFinder.find_spec("configs")
+  theirs = [*(spec and spec.submodule_search_locations or ())]
   kept = {name: sys.modules.pop(name) for name in _modules()}
   package: Any = types.ModuleType("configs")
   package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]

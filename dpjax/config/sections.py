@@ -37,7 +37,7 @@ class Section(ConfigDict):
   def __setitem__(self, key, value):
     if key in _REGISTRIES and isinstance(value, str | list | tuple):
       value = component(_REGISTRIES[key], value, key)
-    elif isinstance(self.get(key), Section) and type(value) is ConfigDict:
+    elif type(value) is ConfigDict and key in self and isinstance(self[key], Section):
       value = Section(value)
     if key in ("mixer", "stage_multipliers"):  # from one to several, or back
       with self.ignore_type():

@@ -303,20 +303,13 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     files.write_json(partial / files.RECORD, content)
 
 
-def open_tokens(
-  folder: str | Path,
-  data_dir: str | Path = "",
-  boundaries: Any = None,
-  *,
-  is_checked: bool = False,
-) -> Tokens:
+def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
   """Opens a folder that `tokenize` or `write_reference` wrote.
 
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
     boundaries: None, or those that `tokenize` was called with, for other texts.
-    is_checked: whether the files were checked just now, so that first use does not read them.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.
@@ -336,15 +329,14 @@ def open_tokens(
       moved = Path(data_dir, "tokens", tokens.name)
       tokens = moved if (moved / "train.bin").exists() and not tokens.exists() else tokens
     sizes = {split: counts[split]["tokens"] for split in SPLITS}
-    sums = {} if is_checked else checksums
-    splits = _Arrays(tokens, ".bin", dtype, sizes, sums)
+    splits = _Arrays(tokens, ".bin", dtype, sizes, checksums)
     text_boundaries = arrays = documents = None
     if content["unigram"]:
       text_boundaries = boundaries
-      arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, sums)
+      arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, checksums)
     if all("documents" in counts[split] for split in SPLITS):
       sizes = {split: counts[split]["documents"] for split in SPLITS}
-      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes, sums)
+      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes, checksums)
   except OSError as error:
     raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -146,9 +146,6 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
       for name in file.keys():
         array = file.get_slice(name)
         arrays[name] = tuple(array.get_shape())
-        if array.get_dtype() not in ("F32", "BF16"):
-          dtypes = f"expected arrays of {' or '.join(DTYPES)}"
-          raise UserError(f"{path}: {dtypes}, got {name} of {array.get_dtype()}")
       saved_step = int((file.metadata() or {}).get("step", 0))
       if saved_step < 0:
         raise ValueError(f"step {saved_step}")

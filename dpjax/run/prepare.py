@@ -37,10 +37,11 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
         write_reference(data, folder)
       except OSError as error:
         raise not_writable("workdir", folder, error) from error
-    read_tokens(config, folder).check()
 
   on_first_process(prepare)
-  return read_tokens(config, folder, is_checked=True)
+  data = read_tokens(config, folder)
+  data.check()
+  return data
 
 
 def find_tokens(config: ConfigDict, data: Tokens) -> Tokens:
@@ -55,10 +56,9 @@ def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   return _on_all_processes(config, data)
 
 
-def read_tokens(config: ConfigDict, folder: Path, *, is_checked: bool = False) -> Tokens:
+def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
   """Opens the corpus in `folder`, whose tokens may be missing; see `open_tokens`."""
-  data_dir, boundaries = config.data.data_dir, _text_boundaries(config)
-  return open_tokens(folder, data_dir, boundaries, is_checked=is_checked)
+  return open_tokens(folder, config.data.data_dir, _text_boundaries(config))
 
 
 def _on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:

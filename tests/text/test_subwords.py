@@ -4,7 +4,6 @@ import json
 import re
 import time
 
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers as library
@@ -196,19 +195,15 @@ def of_family(request, tmp_path_factory):
   return request.param, raw, train_tokenizer("bpe", [], file=str(file))
 
 
-def _texts():
-  yield from ("One.\nTwo", "one\ntwo", "\none\n", " \n two \n ", "\r\n", "a", "", "7\n/7)\n/")
-  yield "\n<|mark|> \none<|mark|>\n\n"
-  rng = np.random.default_rng(5)
-  parts = ["\n", "\n", "\n\n", "\r\n", " ", "  ", "\t", ".", ")", "/", "7", "12", "'s", "One"]
-  parts += ["two", " the", "\u00e9", "\u6f22", "};\n", "\u2003"]
-  for _ in range(60):
-    yield "".join(rng.choice(parts, 41))
-
-
 def test_families_have_the_ids_of_the_library(of_family):
   name, raw, tokenizer = of_family
-  for text in _texts():
+  for text in (
+    "",
+    "a",
+    " \n the\t12\r\n",
+    "\n<|mark|> \none<|mark|>\n\n",
+    "\u00e9\u6f22\u2003};\n\n",
+  ):
     expected = raw.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode(text).tolist() == expected
     if FAMILIES[name]:
