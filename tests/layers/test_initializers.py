@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from dpjax.config import registry
 from dpjax.layers import attention, block, dispatcher, embeddings, extractors
@@ -11,19 +12,6 @@ from dpjax.models.build import build_model
 from tests import helpers
 
 WIDTH, HIDDEN = 102, 77
-
-
-def init(module):
-  inputs = jnp.zeros((2, 3, WIDTH))
-  return jax.jit(module.init)(jax.random.key(0), inputs)["params"]
-
-
-def kernels(params):
-  """Shapes of the kernels, of which each is U(-1, 1) / sqrt(its inputs); there is nothing else."""
-  for leaves in params.values():
-    assert leaves.keys() == {"kernel"}
-    is_uniform(leaves["kernel"], len(leaves["kernel"]) ** -0.5)
-  return {name: leaves["kernel"].shape for name, leaves in params.items()}
 
 
 def is_uniform(x, bound):
@@ -36,28 +24,55 @@ def is_uniform(x, bound):
   assert abs(x.std() - bound / np.sqrt(3)) < error
 
 
-def test_dispatchers():
-  shapes = {"values": (34, 34), "gates": (34, 9), "out": (34, 34)}
-  assert kernels(init(dispatcher.Dispatcher(3, 512))) == shapes
-  shapes = {"values": (WIDTH, WIDTH), "gates": (WIDTH, 27), "out": (WIDTH, WIDTH)}
-  assert kernels(init(dispatcher.MultiHeadDispatcher(3, 512))) == shapes
-
-
-def test_attention():
-  params = init(attention.SelfAttention(3, 512))
-  assert params["queries_keys_values"]["kernel"].shape == (WIDTH, 3, WIDTH)
-  # Xavier of the one matrix [D, 3D].
-  is_uniform(params["queries_keys_values"]["kernel"], (6 / (4 * WIDTH)) ** 0.5)
-  is_uniform(params["out"]["kernel"], WIDTH**-0.5)
-  assert not params["queries_keys_values"]["bias"].any()
-  assert not params["out"]["bias"].any()
-
-
-def test_feed_forward():
-  params = init(block.FeedForward(HIDDEN))
-  for name, fan_in in (("hidden", WIDTH), ("out", HIDDEN)):
-    is_uniform(params[name]["kernel"], fan_in**-0.5)
-    is_uniform(params[name]["bias"], fan_in**-0.5)
+SQUARE = ((WIDTH, WIDTH), WIDTH**-0.5)
+PER_HEAD, NONE = ((34, 34), 34**-0.5), ((WIDTH,), 0)
+ATTENTION = {"queries_keys_values.bias": ((3, WIDTH), 0), "out.kernel": SQUARE, "out.bias": NONE}
+# All parameters of each layer, (shape, bound): U(-bound, bound), by the inputs of a matrix.
+LAYERS = [
+  (
+    dispatcher.Dispatcher(3, 512),
+    {"values.kernel": PER_HEAD, "gates.kernel": ((34, 9), 34**-0.5), "out.kernel": PER_HEAD},
+  ),
+  (
+    dispatcher.MultiHeadDispatcher(3, 512),
+    {"values.kernel": SQUARE, "gates.kernel": ((WIDTH, 27), SQUARE[1]), "out.kernel": SQUARE},
+  ),
+  (  # Xavier of the one matrix [D, 3D].
+    attention.SelfAttention(3, 512),
+    ATTENTION | {"queries_keys_values.kernel": ((WIDTH, 3, WIDTH), (6 / (4 * WIDTH)) ** 0.5)},
+  ),
+  (
+    attention.RelativeAttention(3, 512),
+    ATTENTION
+    | {"queries_keys_values.kernel": ((WIDTH, 3, WIDTH), WIDTH**-0.5)}
+    | {"distances.kernel": SQUARE, "distances.bias": NONE}
+    | {f"positions.{name}_bias": ((3, WIDTH // 3), 0) for name in ("content", "position")},
+  ),
+  (
+    block.FeedForward(HIDDEN),
+    {"hidden.kernel": ((WIDTH, HIDDEN), WIDTH**-0.5), "hidden.bias": ((HIDDEN,), WIDTH**-0.5)}
+    | {"out.kernel": ((HIDDEN, WIDTH), HIDDEN**-0.5), "out.bias": ((WIDTH,), HIDDEN**-0.5)},
+  ),
+  (
+    extractors.SHE(5),
+    {"taps": ((5, WIDTH, WIDTH), (5 * WIDTH) ** -0.5)}
+    | {"adjustment.kernel": SQUARE, "out.kernel": SQUARE},
+  ),
+  (
+    extractors.HE(53),
+    {"taps": ((53, WIDTH), 53**-0.5), "values.kernel": SQUARE}
+    | {"adjustment.kernel": SQUARE, "out.kernel": SQUARE},
+  ),
+  (
+    extractors.WE(53),
+    {"taps": ((53, WIDTH), 53**-0.5), "adjustment.kernel": SQUARE, "out.kernel": SQUARE},
+  ),
+  (extractors.ME(999), {"taps": ((999,), 999**-0.5)}),
+  (
+    embeddings.TokenAndPosition(71, WIDTH, 37, "learned"),
+    {"tokens.embedding": ((71, WIDTH), 0.1), "positions": ((37, WIDTH), 0.1)},
+  ),
+]
 
 
 def test_outputs_begin_smaller_on_request():
@@ -69,22 +84,17 @@ def test_outputs_begin_smaller_on_request():
   is_normal(out, 0.03)
 
 
-@pytest.mark.parametrize(
-  "layer, shape, fan_in",
-  # The weights of a convolution over all channels, over each, and over one for all.
-  [
-    (extractors.SHE, (5, WIDTH, WIDTH), 5 * WIDTH),
-    (extractors.HE, (53, WIDTH), 53),
-    (extractors.WE, (53, WIDTH), 53),
-    (extractors.ME, (999,), 999),
-  ],
-)
-def test_extractors(layer, shape, fan_in):
-  params = dict(init(layer(shape[0])))
-  taps = params.pop("taps")
-  assert taps.shape == shape
-  is_uniform(taps, fan_in**-0.5)
-  assert set(kernels(params).values()) <= {(WIDTH, WIDTH)}
+@pytest.mark.parametrize("module, expected", LAYERS, ids=[type(x).__name__ for x, _ in LAYERS])
+def test_layers(module, expected):
+  is_embedding = isinstance(module, embeddings.TokenAndPosition)
+  inputs = jnp.zeros((2, 3), int) if is_embedding else jnp.zeros((2, 3, WIDTH))
+  params = flatten_dict(jax.jit(module.init)(jax.random.key(0), inputs)["params"], sep=".")
+  assert {name: x.shape for name, x in params.items()} == {k: v[0] for k, v in expected.items()}
+  for name, (_, bound) in expected.items():
+    if bound:
+      is_uniform(params[name], bound)
+    else:
+      assert not params[name].any()
 
 
 def is_normal(x, std):
@@ -138,27 +148,3 @@ def test_a_model_with_token_pooling():
   assert seen == {"null_group", "content_bias", "position_bias"}
   # The biases of the attention are there once, for the layers of all three stacks.
   assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)
-
-
-def test_tables():
-  layer = embeddings.TokenAndPosition(71, WIDTH, 37, "learned")
-  params = layer.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-  is_uniform(params["tokens"]["embedding"], 0.1)
-  is_uniform(params["positions"], 0.1)
-
-
-def test_relative_attention():
-  params = init(attention.RelativeAttention(3, 512))
-  shapes = jax.tree.map(jnp.shape, params)
-  per_head, square = (3, WIDTH // 3), (WIDTH, WIDTH)
-  assert shapes == {
-    "positions": {"content_bias": per_head, "position_bias": per_head},
-    "queries_keys_values": {"kernel": (WIDTH, 3, WIDTH), "bias": (3, WIDTH)},
-    "distances": {"kernel": square, "bias": (WIDTH,)},
-    "out": {"kernel": square, "bias": (WIDTH,)},
-  }
-  for name in ("queries_keys_values", "distances", "out"):
-    is_uniform(params[name]["kernel"], WIDTH**-0.5)
-    assert not params[name]["bias"].any()
-  for name in ("content_bias", "position_bias"):
-    assert not params["positions"][name].any()

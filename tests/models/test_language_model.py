@@ -149,10 +149,12 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
 
 
 ROTARY = config_lib.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
+BARE = config_lib.mixer("he", adjustment=False, output_projection=False)
 EQUATIONS = {
   "post": dict(positions="learned", activation="gelu"),
   "pre": dict(norm_position="pre"),
   "in turn": dict(mixer=THREE, num_layers=5),
+  "extractors": dict(mixer=("she", "he", "we", "me", BARE), num_layers=5, norm_position="pre"),
   "modern": dict(mixer=ROTARY, width=12, norm_position="pre", positions="none")
   | dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False),
 }

@@ -78,32 +78,21 @@ def test_equal_neighbours_are_joined_and_opposite_ones_cut():
   assert boundaries.tolist() == [[1, 0, 1, 0, 0]]
 
 
-def test_rows_that_go_on_are_routed_as_whole_ones():
-  shapes = (BATCH, LENGTH, WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH)
-  hidden, query, key = (normal(3 + i, *shape) for i, shape in enumerate(shapes))
-  route = jax.jit(lambda hidden, **state: ops.route(hidden, query, key, **state)[0])
-  first = route(hidden[:, :4], num_before=jnp.zeros(BATCH, jnp.int32))
-  rest = route(hidden[:, 4:], previous=hidden[:, 3], num_before=jnp.full(BATCH, 4))
-  np.testing.assert_allclose(jnp.concatenate([first, rest], 1), route(hidden), atol=1e-6)
-
-
 def test_vectors_of_zeros_have_finite_gradients():
   eye = jnp.eye(WIDTH)
   grad = jax.jit(jax.grad(lambda h: ops.route(h, eye, eye)[0].sum()))(jnp.zeros((2, 3, WIDTH)))
   assert np.isfinite(grad).all()
 
 
-def test_smoothing_is_the_loop_and_goes_on():
+def test_smoothing_is_the_loop():
   segments, p = normal(6, BATCH, 7, WIDTH), np.asarray(jax.nn.sigmoid(normal(7, BATCH, 7)))
   e, rows = np.zeros((BATCH, WIDTH)), []
   for m in range(7):
     e = p[:, m, None] * segments[:, m] + (1 - p[:, m, None]) * e
     rows.append(e)
-  smooth = jax.jit(ops.smooth_segments)
-  whole = smooth(segments, p)
-  np.testing.assert_allclose(whole, np.stack(rows, 1), atol=1e-6)
-  rest = smooth(segments[:, 3:], p[:, 3:], previous=whole[:, 2])
-  np.testing.assert_allclose(rest, whole[:, 3:], atol=1e-6)
+  np.testing.assert_allclose(
+    jax.jit(ops.smooth_segments)(segments, p), np.stack(rows, 1), atol=1e-6
+  )
 
 
 def test_a_sure_boundary_keeps_a_trace_of_what_was_before():
@@ -113,12 +102,6 @@ def test_a_sure_boundary_keeps_a_trace_of_what_was_before():
   assert ops.smooth_segments(segments.astype(jnp.bfloat16), jnp.ones((1, 2))).dtype == (
     jnp.bfloat16
   )
-
-
-def test_the_choice_is_one_with_the_gradient_of_its_probability():
-  p, b = jnp.array([[0.75, 0.25]]), jnp.array([[1, 0]])
-  value, pull = jax.vjp(lambda p: ops.straight_through(p, b), p)
-  assert value.tolist() == [[1, 1]] and pull(jnp.ones((1, 2)))[0].tolist() == [[1, -1]]
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.5])
