@@ -16,7 +16,7 @@ from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.common import Norm
 from dpjax.layers.mixer import check_input, takes_starts
 from dpjax.models.stack import Stack
-from dpjax.ops import checks
+from dpjax.ops import arrays
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -63,7 +63,7 @@ def check_mixer(
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
   names = [*(RELATIONS if relations is None else relations)]
   for name in names:
-    checks.choice("relations", name, RELATIONS)
+    arrays.choice("relations", name, RELATIONS)
   if isinstance(make, tuple):
     make = partial(_make_in_turn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)

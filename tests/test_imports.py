@@ -88,7 +88,7 @@ def test_imports_go_down(path):
     ("dpjax_papers.complexity", ("jax", "numpy", "ml_collections")),
     ("dpjax_papers.significance", ("jax", "numpy", "scipy", "ml_collections")),
     (
-      "dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.segmentation",
+      "dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.page",
       ("jax", "matplotlib", "ml_collections"),
     ),
     (
