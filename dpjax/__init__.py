@@ -22,7 +22,7 @@ if TYPE_CHECKING:
   from dpjax import text as text
   from dpjax import training as training
   from dpjax.analysis import plots as plots
-  from dpjax.analysis import segmentation as segmentation
+  from dpjax.analysis.page import look as look
   from dpjax.config.registry import register_boundaries as register_boundaries
   from dpjax.config.registry import register_mixer as register_mixer
   from dpjax.config.registry import register_optimizer as register_optimizer

@@ -21,7 +21,7 @@ COMMANDS = {
   ),
   "data": ("dpjax.commands.data", "list the named corpora"),
   "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
-  "segmentation": ("dpjax.analysis.segmentation", "show where a run's segments end"),
+  "look": ("dpjax.analysis.page", "show what runs read in a text, on one page"),
   "compile": ("dpjax.analysis.compile", "tell what a training step takes of a GPU or TPU"),
   "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
 }

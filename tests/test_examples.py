@@ -121,14 +121,15 @@ def test_the_first_cell_installs_dpjax_where_it_is_missing(name, tmp_path, monke
 @pytest.mark.slow
 def test_every_cell_of_the_tour_runs(tmp_path, site):
   values = run("tour", tmp_path, site)
-  # The costs, the Dispatcher's matrices, the segments.
-  assert len(values["figures"]) == 3 and min(map(len, values["figures"])) > 8_000
+  # The costs, and the Dispatcher's matrices.
+  assert len(values["figures"]) == 2 and min(map(len, values["figures"])) > 8_000
   assert [*values["texts"]] == [*values["differences"]] == FAMILIES
   for name in FAMILIES:
     assert len(values["texts"][name]) == 100, name
     assert values["differences"][name] < 1e-4, name
     assert f"--- {name} ---\nThe statement" in values["text"]
   assert values["rendered"].startswith("The␣|statement␣|raises␣|")
+  assert "bits per byte" in (tmp_path / "segments.html").read_text(encoding="utf-8")
 
   matrices = np.load(tmp_path / "matrices.npz")
   assert len(matrices) == 2

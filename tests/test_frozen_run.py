@@ -10,7 +10,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
-from dpjax.analysis import calibrate, segmentation
+from dpjax.analysis import calibrate, page
 from dpjax.errors import Interrupted
 from dpjax.models.build import with_frozen
 from dpjax.training import loop
@@ -238,7 +238,7 @@ def test_wrong_flags(first, flag, message):
   assert end.value.code == message
 
 
-@pytest.mark.parametrize("command, split", [(calibrate, "valid"), (segmentation, "test")])
+@pytest.mark.parametrize("command, split", [(calibrate, "valid"), (page, "test")])
 def test_commands_refuse_tokens_that_were_changed(first, pooled, command, split):
   arguments = [str(first[0] / "a"), "--factor=3"] if command is calibrate else [str(pooled[0])]
   path = dpjax.load(arguments[0]).data.folder / f"{split}.bin"

@@ -103,8 +103,7 @@ MODULES = helpers.cases(r"""
   plots {folder} --out={new}.png | workdir: expected a readable .*config.json, got: .*No such
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
-  segmentation | run_folder
-  segmentation {run} --text=a --out={new}.txt | --out: expected a file that ends in .png
+  look | run_folder
   data | command
 """)
 

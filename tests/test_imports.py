@@ -92,7 +92,7 @@ def test_imports_go_down():
     ),
     (
       "dpjax.layers, dpjax.training, dpjax.analysis.plots, dpjax.analysis.calibrate, "
-      "dpjax.analysis.segmentation",
+      "dpjax.analysis.page",
       ("jax", "orbax", "matplotlib", "ml_collections", "dpjax.layers.dispatcher"),
     ),
     ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),

@@ -9,6 +9,7 @@ import pytest
 
 from dpjax.analysis import plots
 from dpjax.analysis import runs as runs_lib
+from dpjax_papers import figures
 
 NAN = float("nan")
 COSTS = [5.0, 3.0, 4.0, 9.0, 2.0, NAN, 1.0, 7.0]
@@ -102,11 +103,11 @@ def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
   figure = plots.draw(runs, figure="curves", every=2)
   assert lines(figure) == {"SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]}
   assert figure.axes[0].get_ylabel() == "median cost of each 2 batches (nats per token)"
-  figure = plots.draw(runs_lib.read_runs([folder("c", [3, 5, 4])]), figure="every_batch")
+  figure = figures.draw(runs_lib.read_runs([folder("c", [3, 5, 4])]), "every_batch")
   assert lines(figure) == {"SHE": [[1, 3], [2, 5], [3, 4]]}
 
 
-def test_lines_over_a_size_of_the_model(folder):
+def test_lines_over_a_size_of_the_model(folder, capsys):
   heads, head = (mixer("attention", num_heads=count) for count in (32, 1))
   short = dict(model__num_layers=8)
   names = [
@@ -116,12 +117,17 @@ def test_lines_over_a_size_of_the_model(folder):
     folder("attention", [7, 8, 9], model__mixer=heads, **short),
     folder("one", [6, 6, 6], model__mixer=head, **short),
   ]
-  drawn = plots.draw(runs_lib.read_runs(names), figure="by_layers", every=2)
+  drawn = figures.draw(runs_lib.read_runs(names), "by_layers", every=2)
   (axes,) = drawn.axes
   expected = {"SHE": [[8, 6.75], [16, 2]], "attention, 32 heads": [[8, 8.5]]}
   assert lines(drawn) == expected | {"attention, 1 head": [[8, 6]]}
   assert axes.get_xlabel() == "layers"
   assert [tick.get_text() for tick in axes.get_xticklabels()] == ["8", "16"]
+  figures.main(["by_layers", *names, "--every=2", "--out=layers.png"])
+  printed = capsys.readouterr().out
+  # The number of layers is meant to differ.
+  assert "updates: 4 for SHE" in printed and "num_layers:" not in printed
+  assert Path("layers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_table(folder):
@@ -205,7 +211,7 @@ def test_wrong_settings(folder, tmp_path):
   ):
     (tmp_path / run / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit, match=f"^{message}"):
-      plots.main([run, "--out=x.png", "--every=1", "--figure=by_length"])
+      plots.main([run, "--out=x.png", "--every=1", "--figure=curves"])
   assert not [*tmp_path.glob("x.*")]
 
 

@@ -143,7 +143,7 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   with pytest.raises(UserError, match=message):
     prepare.prepare_tokens(config, folder)
   run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
-  # `calibrate` and `segmentation` read by the second.
+  # `calibrate` and `look` read by the second.
   for read in (run.score_split, run.tokens, lambda split: run.data.splits[split]):
     with pytest.raises(UserError, match=message):
       read("train")

@@ -8,42 +8,37 @@ A run folder has config.json; losses.f32, the loss of every update in nats per t
 float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
 in training. --figure is one of
 
-  progress     median training costs beside validation scores (the default)
-  metric       a logged score, --metric, over the batch number
+  progress  median training costs beside validation scores (the default)
+  metric    a logged score, --metric, over the batch number
+  curves    medians of the training costs of every 2,000 batches over the batch number
 
-or, from "Attention Is Not All You Need Anymore", Sec. 6:
-
-  curves       medians of every 2,000 batches over the batch number (Figs. 7 and 8)
-  every_batch  the cost of every batch (Fig. 9)
-  by_length    the median of the last 2,000 batches over the context window (Fig. 10)
-  by_layers    the same over the number of layers (Fig. 11)
-
-Over batches, runs that differ only in the seed, or have the same label, are drawn as one line,
-their mean, with a band of +-1 standard deviation. In the last two figures, runs with one
-label or mixer form a line, through the mean of runs of one size. A table is printed, too.
+Runs that differ only in the seed, or have the same label, are drawn as one line, their mean, with a
+band of +-1 standard deviation. A table is printed, too. `dpjax_papers.figures` has other figures of
+"Attention Is Not All You Need Anymore", Sec. 6, from which the medians are.
 """
 
 import argparse
 import io
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dpjax import files
 from dpjax.analysis import runs as runs_lib
 from dpjax.analysis import style
-from dpjax.analysis.runs import Record, setting
+from dpjax.analysis.runs import Record
 from dpjax.errors import UserError, unknown
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
   from matplotlib.figure import Figure
 
-FIGURES = ("progress", "metric", "curves", "every_batch", *runs_lib.SIZES)
+FIGURES = ("progress", "metric", "curves")
 SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
@@ -65,30 +60,49 @@ def draw(
   Args:
     runs: at least one, each with `every` updates or more, else a `ValueError` is raised.
     figure: one of `FIGURES`.
-    every: updates in a window; "every_batch" and "metric" need none.
+    every: updates in a median; "metric" needs none.
     metric: the score drawn by "progress" and "metric", from `find_metric`.
     log: the axes with a logarithmic scale, from "x" and "y".
     width: inches; a figure narrower than 5 is laid out for one column of a paper.
   """
   if figure not in FIGURES:
     raise unknown("figure", FIGURES, figure)
+  panels = []
+  if figure != "metric":
+    label = f"median cost of each {every:,} batches (nats per token)"
+    label = "training cost (nats per token)" if every == 1 else label
+
+    def medians(run: Record) -> Mapping[int, float]:
+      return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
+
+    panels.append(partial(draw_lines, runs=runs, curve=medians, label=label))
+  if figure != "curves" and metric:
+    split, _, name = metric.partition("/")
+    split = {"train": "training", "valid": "validation"}.get(split, split)
+    label = f"{split} {name.replace('_', ' ')}"
+    panels.append(
+      partial(draw_lines, runs=runs, curve=lambda run: run.scores.get(metric, {}), label=label)
+    )
+  return lay_out(panels, log, width)
+
+
+def lay_out(
+  panels: Sequence[Callable[["Axes"], None]], log: Sequence[str] = (), width: float = 9.0
+) -> "Figure":
+  """Draws panels side by side, or one below the other in a narrow figure, over one legend."""
   from matplotlib.figure import Figure
 
-  panels = ["curves", *["metric"] * bool(metric)] if figure == "progress" else [figure]
   is_narrow = width < _NARROW
   shape, font_size = ((len(panels), 1), 8) if is_narrow else ((1, len(panels)), 10)
   height, letter = width * (0.6 if is_narrow else 5 / 9), 0.0083 * font_size  # inches
   with style.applied(font_size):
     canvas = Figure(figsize=(width, height * shape[0]), layout="constrained")
-    for axes, panel in zip(canvas.subplots(*shape, squeeze=False).flat, panels, strict=True):
-      if panel in runs_lib.SIZES:
-        _draw_sizes(axes, runs, every, *runs_lib.SIZES[panel])
-      else:
-        _draw_curves(axes, runs, panel, every, metric or "")
-        if "x" in log:
-          axes.set_xscale("log")
-        else:
-          axes.locator_params("x", nbins=max(1, int((width / shape[1] - 1) / letter / 8)))
+    for axes, draw_panel in zip(canvas.subplots(*shape, squeeze=False).flat, panels, strict=True):
+      draw_panel(axes)
+      if "x" in log:
+        axes.set_xscale("log")
+      elif axes.get_xscale() == "linear":
+        axes.locator_params("x", nbins=max(1, int((width / shape[1] - 1) / letter / 8)))
       if "y" in log:
         axes.set_yscale("log")
       axes.set_ylabel(textwrap.fill(axes.get_ylabel(), int((height - 0.6) / letter)))
@@ -106,16 +120,18 @@ def draw(
   return canvas
 
 
-def _draw_curves(axes: "Axes", runs: Sequence[Record], panel: str, every: int, metric: str) -> None:
-  """Draws a line for each name of runs: their mean, in a band."""
+def draw_lines(
+  axes: "Axes",
+  runs: Sequence[Record],
+  curve: Callable[[Record], Mapping[int, float]],
+  label: str,
+  **look: Any,
+) -> None:
+  """Draws a line over batches for each name of runs: their mean, in a band.
 
-  def curve(run: Record) -> Mapping[int, float]:
-    if panel == "metric":
-      return run.scores.get(metric, {})
-    if panel == "every_batch":
-      return dict(enumerate(run.losses, 1))
-    return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
-
+  `curve` gives a run's values by batch, `label` says what they are, and `look` is for
+  `matplotlib.axes.Axes.plot`.
+  """
   groups = runs_lib.group(runs_lib.names(runs, seeds=False), runs)
   for i, (name, group) in enumerate(groups.items()):
     curves = [curve(run) for run in group]
@@ -123,40 +139,14 @@ def _draw_curves(axes: "Axes", runs: Sequence[Record], panel: str, every: int, m
     if not x:
       continue
     y = np.array([[values[at] for at in x] for values in curves])
-    mean, look = y.mean(axis=0), style.line(i)
+    mean, line = y.mean(axis=0), style.line(i)
     if len(group) > 1:
       name += f", {len(group)} seeds"
       band = y.std(axis=0, ddof=1)
-      axes.fill_between(x, mean - band, mean + band, color=look["color"], alpha=0.2, linewidth=0)
-    if panel == "every_batch":
-      look |= dict(linewidth=0.4, alpha=0.6)
-    elif len(x) <= 50:
-      look |= dict(marker=".")
-    axes.plot(x, mean, label=name, **look)
-  label = f"median cost of each {every:,} batches (nats per token)"
-  if panel == "metric":
-    split, _, name = metric.partition("/")
-    split = {"train": "training", "valid": "validation"}.get(split, split)
-    label = f"{split} {name.replace('_', ' ')}"
-  elif panel == "every_batch" or every == 1:
-    label = "training cost (nats per token)"
+      axes.fill_between(x, mean - band, mean + band, color=line["color"], alpha=0.2, linewidth=0)
+    markers: dict[str, Any] = {"marker": "."} if len(x) <= 50 else {}
+    axes.plot(x, mean, label=name, **{**line, **markers, **look})
   axes.set(xlabel="batch", ylabel=label)
-
-
-def _draw_sizes(axes: "Axes", runs: Sequence[Record], every: int, key: str, name: str) -> None:
-  """Draws the last medians over a setting, a line for each label or mixer."""
-  labels = [run.label or runs_lib.mixer_name(run.config) for run in runs]
-  for i, (label, group) in enumerate(runs_lib.group(labels, runs).items()):
-    medians = [runs_lib.last_median(run.losses, every) for run in group]
-    by_size = runs_lib.group([setting(run.config, key) for run in group], medians)
-    sizes = sorted(by_size)
-    means = [np.mean(by_size[size]) for size in sizes]
-    axes.plot(sizes, means, **style.line(i), label=label, marker="o")
-  axes.set_xscale("log", base=2)
-  ticks = sorted({setting(run.config, key) for run in runs})
-  axes.set_xticks(ticks, [*map(str, ticks)])
-  axes.set_xticks([], minor=True)
-  axes.set(xlabel=name, ylabel=f"median cost of the last {every:,} batches (nats per token)")
 
 
 def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None:
@@ -225,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
     runs = runs_lib.read_runs(options.run_folder, options.labels and options.labels.split(","))
     every = default_every(runs) if options.every is None else options.every
-    is_paper, metric = figure not in ("progress", "metric"), None
-    if not is_paper:
+    is_curves, metric = figure == "curves", None
+    if not is_curves:
       metric = find_metric(runs, options.metric)
     elif options.metric:
       raise UserError(
@@ -236,8 +226,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
       raise UserError("metric: expected runs that were evaluated, got none")
     picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=options.width)
     scores = runs_lib.score_table(runs, every, metric)
-    print(runs_lib.cost_table(runs, every) if is_paper else scores)
-    if notes := runs_lib.notes(runs, ("model.mixer", *runs_lib.SIZES.get(figure, ())[:1])):
-      print("\nCompare these runs with care:", *notes, sep="\n  ")
+    report(runs_lib.cost_table(runs, every) if is_curves else scores, runs, ["model.mixer"])
     write(picture, out)
     print(f"\nThe figure: {out}")
+
+
+def report(table: str, runs: Sequence[Record], allowed: Sequence[str]) -> None:
+  """Prints a table, and what makes the runs hard to compare; see `dpjax.analysis.runs.notes`."""
+  print(table)
+  if notes := runs_lib.notes(runs, allowed):
+    print("\nCompare these runs with care:", *notes, sep="\n  ")

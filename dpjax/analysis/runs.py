@@ -27,11 +27,6 @@ REPORTING = (
   *("train.checkpoint_every_steps", "train.max_to_keep"),
 )
 _MAX_IN_A_NAME = 3
-# The setting on the horizontal axis of the figures "by ...", and the name of that axis.
-SIZES = {
-  "by_length": ("model.max_length", "context window (tokens)"),
-  "by_layers": ("model.num_layers", "layers"),
-}
 
 
 class Record(NamedTuple):

@@ -11,8 +11,13 @@ import time
 from importlib import metadata
 from typing import Any
 
-from dpjax import __version__
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpjax import __version__, ops
 from dpjax.commands import flags as command_line
+from dpjax.training import sharding
 
 _PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy"
 _CUDA = "outside of jax.jit, operators give wrong values and NaN on a GPU (jax-ml/jax#40633)"
@@ -41,15 +46,15 @@ def _check_all() -> None:
   _print("devices", _devices())
   checks = {"operators": _operators, "products": _products, "attention": _attention}
   for name, check in checks.items():
+    message = "right"
     try:
-      error = check()
-      message = f"expected NumPy's numbers, got a relative error of {error:.2g}"
-      is_right = error <= 1e-4
+      if not (error := check()) <= 1e-4:
+        message = f"expected NumPy's numbers, got a relative error of {error:.2g}"
     except RuntimeError as failure:  # XLA's are of this type.
       message = f"expected a result, got: {(str(failure).splitlines() or [failure])[0]}"
-      is_right = False
-    _print(name, "right" if is_right else message)
-    failures += [] if is_right else [f"{name}: {message}; try another version of jax"]
+    _print(name, message)
+    if message != "right":
+      failures.append(f"{name}: {message}; try another version of jax")
   for dtype in ("float32", "bfloat16"):
     _print(f"speed in {dtype}", f"{_gigaflops(dtype):,.0f} Gflop/s on a device")
   if failures:
@@ -62,10 +67,6 @@ def _print(name: str, text: str) -> None:
 
 
 def _devices() -> str:
-  import jax
-
-  from dpjax.training import sharding
-
   types = [f"{device.platform} ({device.device_kind})" for device in jax.devices()]
   counts = ", ".join(f"{types.count(x)} {x}" for x in dict.fromkeys(types))
   memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -75,19 +76,12 @@ def _devices() -> str:
 
 def _operators() -> float:
   """The error of operators outside of `jax.jit`, each a program of its own."""
-  import jax.numpy as jnp
-  import numpy as np
-
   x = np.arange(1.0, 514.0, dtype=np.float32)
   return _error(jnp.sqrt(jnp.asarray(x)) + 1, np.sqrt(x) + 1)
 
 
 def _products() -> float:
   """The error of two matrix products. jaxlib 0.10.2 computes the narrow one incorrectly."""
-  import jax
-  import jax.numpy as jnp
-  import numpy as np
-
   errors = []
   for shape, columns in (((3, 3), 32_803), ((131, 257), 67)):
     x, y = _draw(shape, (columns, shape[1]))
@@ -102,11 +96,6 @@ def _products() -> float:
 
 def _attention() -> float:
   """The error of causal attention, which is in tiles on a CPU."""
-  import jax
-  import numpy as np
-
-  from dpjax import ops
-
   shape = 2, 203, 3, 16
   queries, keys, values = _draw(shape, shape, shape)
   with jax.default_matmul_precision("highest"):
@@ -118,24 +107,16 @@ def _attention() -> float:
 
 
 def _draw(*shapes: tuple[int, ...]) -> list[Any]:
-  import jax.numpy as jnp
-  import numpy as np
-
   generator = np.random.default_rng(0)
   return [jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes]
 
 
 def _error(result: Any, expected: Any) -> float:
-  import numpy as np
-
   return float(np.max(np.abs(np.float64(result) - expected)) / np.max(np.abs(expected)))
 
 
 def _gigaflops(dtype: str, size: int = 2048) -> float:
   """The rate of a product of square matrices on one device, the maximum of a few runs."""
-  import jax
-  import jax.numpy as jnp
-
   multiply, x = jax.jit(jnp.matmul), jnp.ones((size, size), dtype)
   multiply(x, x).block_until_ready()
   seconds = []

@@ -76,8 +76,10 @@ LAYERS = [
 
 
 def test_outputs_begin_smaller_on_request():
-  layer = block.FeedForward(HIDDEN, out_scale=0.5)
-  params = init(layer)
+  def init(layer):
+    return layer.init(jax.random.key(0), jnp.zeros((1, 3, WIDTH)))["params"]
+
+  params = init(block.FeedForward(HIDDEN, out_scale=0.5))
   is_uniform(params["hidden"]["kernel"], WIDTH**-0.5)
   is_uniform(params["out"]["kernel"], 0.5 * HIDDEN**-0.5)
   out = init(attention.SelfAttention(3, 512, init_std=0.3, out_scale=0.1))["out"]["kernel"]

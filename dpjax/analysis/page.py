@@ -1,0 +1,202 @@
+r"""Shows what models read in a text: their segments, what surprises them, what each position reads.
+
+  dpjax look runs/gumbel runs/spaces --text="the quick brown fox" --out=page.html
+
+Prints the text with a mark at the end of each segment. With --out, writes one HTML page that needs
+no network, and can be sent: every run beside the others, token by token. --text is a text or a
+file; by default the beginning of the first run's test split, of up to 120 tokens.
+
+  the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
+  the␣|quick␣||brow|n␣|fox    || where a segment of segments ends, in a model with two stages
+  the·␣quick·␣brow·n·␣fox     · between tokens, where some are longer than a character
+
+Source: the pooling paper, Fig. 2.
+"""
+
+import argparse
+import base64
+import html
+import json
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpjax import files
+
+if TYPE_CHECKING:
+  from dpjax.analysis.reading import Segmentation
+  from dpjax.run import Run
+
+# The tokens in a matrix, and whether each head has one: the first that fits into a page.
+_SIZES = (
+  (512, True),
+  (512, False),
+  (256, True),
+  (256, False),
+  (128, True),
+  (128, False),
+  (0, False),
+)
+_MAX_IMAGE_BYTES = 500_000  # of all runs
+_DEFAULT_TOKENS = 120
+
+
+class Page(str):
+  """A page as HTML, which a notebook shows."""
+
+  __slots__ = ()
+
+  def _repr_html_(self) -> str:
+    style = "width: 100%; height: 45em; border: 0"
+    return f'<iframe srcdoc="{html.escape(self)}" style="{style}"></iframe>'
+
+
+def look(runs: "Run | Sequence[Run]", text: str) -> Page:
+  """A page that shows what one or several runs read in a text.
+
+  It is one HTML file without references to others. A boundary, a surprisal and a score are those of
+  `dpjax.analysis.reading.segment`, and what a position reads of `dpjax.analysis.reading.layers`.
+
+  Raises:
+    ValueError: there is no token, or more than 20,000.
+  """
+  from dpjax.analysis import reading
+
+  several: Any = runs if isinstance(runs, Sequence) else [runs]
+  return _write(several, text, [reading.segment(run, text) for run in several])
+
+
+def _write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentation"]) -> Page:
+  from dpjax.analysis import reading
+
+  layers = [reading.layers(run, text) for run in runs]
+  for size, has_heads in _SIZES:
+    images = [[_images(layer, size, has_heads) for layer in of_run] for of_run in layers]
+    if (
+      sum(len(x["png"]) for of_run in images for layer in of_run for x in layer["images"])
+      <= _MAX_IMAGE_BYTES
+    ):
+      break
+  content = [_describe(*parts) for parts in zip(runs, segmentations, images, strict=True)]
+  template = Path(__file__).with_name("look.html").read_text(encoding="utf-8")
+  # No text ends the script that holds it.
+  return Page(template.replace("{content}", json.dumps(content).replace("<", "\\u003c")))
+
+
+def _describe(run: "Run", segmentation: "Segmentation", layers: list[dict]) -> dict[str, Any]:
+  """A run as JSON."""
+  import jax
+
+  scores = segmentation.scores
+  names = ["bits_per_byte" if "bits_per_byte" in scores else "nats_per_token"]
+  names += [
+    name for name in scores if name.startswith("shortening_factor") and "padded" not in name
+  ]
+  names += [name for name in ("enrichment", "f1") if name in scores]
+  parts = [f"{run.tokenizer.name} of {run.tokenizer.vocab_size:,} entries", f"step {run.step:,}"]
+  size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
+  boundaries = run.config.model.boundaries.name
+  pooling = "" if boundaries == "none" else f", {boundaries} boundaries"
+  return {
+    "name": run.workdir.name if run.workdir else run.name,
+    "about": f"{run.name}{pooling}; {size:,} parameters; {'; '.join(parts)}",
+    "scores": {name.replace("_", " "): f"{scores[name]:.4g}" for name in names},
+    "pieces": segmentation.pieces,
+    "bits": _numbers(segmentation.surprisals.astype(np.float64) / np.log(2)),
+    "stages": [
+      {"ends": stage.boundaries.astype(int).tolist(), "chances": _after(stage.probabilities)}
+      for stage in segmentation.stages
+    ],
+    "targets": None if segmentation.targets is None else _after(segmentation.targets),
+    "layers": layers,
+  }
+
+
+def _after(before: np.ndarray | None) -> list[float | None] | None:
+  """What stands before each token, as what stands after; None after the last, which is not read."""
+  return None if before is None else [*_numbers(before[1:].astype(np.float64)), None]
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+  return [round(x, 6) if np.isfinite(x) else None for x in values.tolist()]
+
+
+def _images(layer: Any, size: int, has_heads: bool) -> dict[str, Any]:
+  """The mean over heads of a layer's weights as an image, and with `has_heads` each head's."""
+  weights = layer.weights[:, :size, :size]
+  shown = {"mean of heads" if len(weights) > 1 else "all": weights.mean(axis=0)}
+  if has_heads and len(weights) > 1:
+    shown |= {f"head {head}": x for head, x in enumerate(weights, 1)}
+  return {"name": layer.name, "images": [{"name": name, **_image(x)} for name, x in shown.items()]}
+
+
+def _image(weights: np.ndarray) -> dict[str, Any]:
+  """[T, T] as a PNG of 8 bits, in which each row's largest weight is 255, beside these weights."""
+  largest = weights.max(axis=1, initial=0)
+  rows = np.round(255 * weights / np.maximum(largest, 1e-30)[:, None]).astype(np.uint8)
+
+  def chunk(kind: bytes, content: bytes) -> bytes:
+    return (
+      struct.pack(">I", len(content))
+      + kind
+      + content
+      + struct.pack(">I", zlib.crc32(kind + content))
+    )
+
+  header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 0, 0, 0, 0)
+  pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # before each row its filter
+  png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+  return {"png": base64.b64encode(png).decode(), "largest": [float(f"{x:.3g}") for x in largest]}
+
+
+def describe(segmentation: "Segmentation") -> str:
+  """The text with its segments, and the scores, for a terminal."""
+  from dpjax.analysis import reading
+
+  first, *inner = [f"{stage.boundaries.sum()}" for stage in segmentation.stages] or ["no"]
+  stages = "".join(f", {count} of stage {number}" for number, count in enumerate(inner, 2))
+  entropy = segmentation.entropies.mean()
+  lines = [
+    f"{reading.render(segmentation)}\n",
+    f"{len(segmentation.pieces)} tokens, {first} closed segments{stages}; mean conditional entropy "
+    f"{entropy:.4f} nats",
+  ]
+  if segmentation.stages and np.isfinite(enrichment := segmentation.enrichment()):
+    lines.append(
+      f"enrichment {enrichment:.4f}: the surprisal of tokens that begin a segment, with that of "
+      f"all as 1; of as many tokens at random {segmentation.enrichment(seed=0):.4f}"
+    )
+  return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints and writes what the command line describes."""
+  from dpjax.commands import flags as command_line
+
+  about = "What runs read in a text: segments, surprisals, and what each position reads."
+  parser, path = argparse.ArgumentParser(prog="dpjax look", description=about), os.path.expanduser
+  parser.add_argument("run_folder", nargs="+", type=path, help="of dpjax train")
+  parser.add_argument("--text", help="or a file; default: the beginning of the test split")
+  parser.add_argument("--out", type=path, help="a file for the page: page.html")
+  with command_line.parsed(parser, arguments) as options:
+    from dpjax import run as run_lib
+    from dpjax.analysis import reading
+    from dpjax.data import readers
+
+    command_line.check_platform()
+    runs, text = [*map(run_lib.load, options.run_folder)], options.text
+    if text is None:
+      first = runs[0]
+      text = first.tokenizer.decode(first.tokens("test")[: min(_DEFAULT_TOKENS, first.window)])
+    elif os.path.isfile(path(text)):
+      text = readers.read_text(path(text), "--text")
+    segmentations = [reading.segment(run, text) for run in runs]
+    for folder, segmentation in zip(options.run_folder, segmentations, strict=True):
+      print(*[f"{folder}:"] * (len(runs) > 1), describe(segmentation), sep="\n")
+    if options.out:
+      files.write_file(Path(options.out), _write(runs, text, segmentations).encode())

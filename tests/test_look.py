@@ -1,0 +1,294 @@
+"""What models read in a text, and the page that shows it; the models are untrained."""
+
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import dpjax
+from dpjax import config as config_lib
+from dpjax import run as run_lib
+from dpjax.analysis import page, reading
+from dpjax.analysis.reading import Segmentation, Stage, render
+from dpjax.errors import UserError
+from dpjax.layers import attention
+from dpjax.models import build
+from dpjax.text.factory import train_tokenizer
+from tests import helpers
+
+TEXT = "to be, or not to be|\nthat is the question"
+WINDOW = 29
+
+
+def untrained(boundaries="none", mixer="relative_attention", tokenizer="characters", **changes):
+  """A run whose parameters are drawn; its text takes two windows."""
+  config = config_lib.default()
+  config.model = helpers.model_settings(
+    mixer, boundaries, vocab_size=0, max_length=WINDOW, **changes
+  )
+  tokenizer = train_tokenizer(tokenizer, [TEXT])
+  config = build.with_vocabulary(config, tokenizer)
+  model = build.build_model(config.model)
+  return run_lib.Run(config, model, helpers.draw_params(model, 8, 0.5), tokenizer, 0)
+
+
+def pooled(boundaries, **changes):
+  one = dict(num_layers=1)
+  return untrained(boundaries, first=one, last=one, **one, **changes)
+
+
+@pytest.fixture(scope="module")
+def gumbel():
+  """A run of two windows with a predictor, and its segmentation."""
+  run = pooled("gumbel")
+  tokens = run.tokenizer.encode(TEXT)[None, :WINDOW]
+  helpers.balance(run.params, run.model.apply({"params": run.params}, tokens).boundary_logits)
+  return run, reading.segment(run, TEXT)
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+  """A run with fixed segments of 2, of which 3 make one, and its layers."""
+  inner = config_lib.boundaries("fixed", shortening_factor=3)
+  run = pooled("fixed", mixer="he", middle=config_lib.middle(inner, width=10))
+  return run, reading.segment(run, TEXT)
+
+
+def content(html: str) -> list[dict]:
+  """The data of a page."""
+  return json.loads(re.search(r'id="content">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def test_segment_equals_the_score_and_the_model(gumbel):
+  run, result = gumbel
+  count, score = len(TEXT), run.score(TEXT)
+  assert "".join(result.pieces) == TEXT
+  assert result.surprisals.sum() / count == pytest.approx(score["nats_per_token"], abs=1e-5)
+  for name in ("enrichment", "f1", "shortening_factor", "bits_per_byte"):
+    assert result.scores[name] == pytest.approx(score[name], rel=1e-5), name
+  assert result.enrichment() == pytest.approx(score["enrichment"], rel=1e-5)
+  tokens = run.tokenizer.encode(TEXT)
+  inputs = np.append(run.tokenizer.start_id, tokens)[:WINDOW]
+  output = run.model.apply({"params": run.params}, inputs[None], deterministic=True)
+  (stage,) = result.stages
+  np.testing.assert_array_equal(stage.begins[:WINDOW], np.asarray(output.boundaries[0]) == 1)
+  assert 1 < stage.begins.sum() < count and not stage.boundaries[-1]
+  np.testing.assert_array_equal(stage.boundaries[:-1], stage.begins[1:])
+  chances = jax.nn.sigmoid(output.boundary_logits[0])
+  np.testing.assert_allclose(stage.probabilities[:WINDOW], chances, atol=1e-6)
+  log_p = jax.nn.log_softmax(output.logits[0])
+  np.testing.assert_allclose(
+    result.surprisals[:WINDOW], -log_p[np.arange(WINDOW), tokens[:WINDOW]], rtol=1e-5
+  )
+  entropies = -(np.exp(log_p) * log_p).sum(axis=1)
+  np.testing.assert_allclose(result.entropies[:WINDOW], entropies, rtol=1e-5)
+  # The reference of gumbel: a segment ends with each space and line end, as before the text.
+  assert result.targets.tolist() == [True, *(x in " \n" for x in TEXT[:-1])]
+
+
+def test_segment_has_every_stage(two_stages):
+  run, result = two_stages
+  outer, inner = (np.flatnonzero(stage.begins[:WINDOW]).tolist() for stage in result.stages)
+  # Positions count the start token; before the segments is a group, which the second stage counts.
+  assert outer == [*range(1, WINDOW, 2)] and inner == outer[1::3]
+  assert [stage.probabilities for stage in result.stages] == [None, None]
+  assert "||" in render(result)
+  assert f"{len(inner) + 2} of stage 2; mean" in page.describe(result)
+
+
+def test_segment_refuses_no_text_and_a_long_one():
+  run = untrained(tokenizer="bytes", mixer="me")
+  for text, count in (("", "0"), ("a" * 20_001, "20,001")):
+    with pytest.raises(UserError, match=f"text: expected 1 to 20,000 tokens, got {count}"):
+      dpjax.look(run, text)
+
+
+@pytest.mark.parametrize(
+  "mixer",
+  [
+    attention.SelfAttention(num_heads=2, max_length=9, rotary_base=100.0),
+    attention.LocalAttention(num_heads=2, max_length=9, window=3),
+    attention.RelativeAttention(num_heads=2, max_length=9),
+  ],
+)
+def test_weights_of_attention_give_its_output(mixer):
+  x_btd = jnp.asarray(np.random.default_rng(3).standard_normal((1, 7, 8)), jnp.float32)
+
+  @jax.jit
+  def run(x_btd):
+    expected, variables = mixer.init_with_output(jax.random.key(2), x_btd)
+    params = variables["params"]
+    weights = reading._weights(mixer, params, x_btd, {}, {})
+    qkv, out = params["queries_keys_values"], params["out"]
+    v_btd = x_btd @ qkv["kernel"][:, 2] + qkv["bias"][None, None, 2]
+    y = jnp.einsum("hts,she->the", weights, v_btd.reshape(7, 2, 4)).reshape(7, 8)
+    return weights, y @ out["kernel"] + out["bias"][None], expected[0]
+
+  weights, y, expected = run(x_btd)
+  np.testing.assert_allclose(y, expected, atol=1e-5)
+  np.testing.assert_allclose(weights.sum(axis=2), np.ones((2, 7)), rtol=1e-5)
+  assert weights.shape == (2, 7, 7) and not np.triu(weights, 1).any()
+
+
+def test_layers_of_dispatchers_are_their_matrices(finished):
+  run, text = finished[1], "the cat sat on"
+  expected = run.dispatch_matrices("\n" + text)  # behind the start token
+  assert run.tokenizer.decode([run.tokenizer.start_id]) == "\n"
+  layers = reading.layers(run, text)
+  assert [layer.name for layer in layers] == ["1 Dispatcher", "2 Dispatcher"]
+  for layer, matrix in zip(layers, expected, strict=True):
+    np.testing.assert_allclose(layer.weights, np.abs(matrix[:, 1:, 1:]), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_on_segments_read_those_that_are_closed(two_stages):
+  run, segmentation = two_stages
+  layers = {layer.name: layer.weights[0] for layer in reading.layers(run, TEXT)}
+  count = WINDOW - 1
+  outer = ["middle first 1", "middle first 2", "middle middle 1", "middle last 1", "middle last 2"]
+  assert [*layers] == [f"{name} HE" for name in ("first 1", *outer, "last 1")]
+  taps = run.params["hourglass"]["first"]["mixer"]["taps"][0]
+  sizes = np.sqrt(np.mean(np.square(taps), axis=1))
+  t, s = np.tril_indices(count)
+  np.testing.assert_allclose(layers["first 1 HE"][t, s], sizes[t - s], rtol=1e-5)
+  for name, matrix in layers.items():
+    assert matrix.shape == (count, count) and not np.triu(matrix, 1).any(), name
+  for name, stage in (("middle first 1 HE", 0), ("middle middle 1 HE", 1)):
+    ends = segmentation.stages[stage].boundaries[:count]
+    is_closed = np.cumsum(ends) > 0
+    number = np.cumsum(segmentation.stages[stage].begins[:count])
+    for t in (9, 15, 22):
+      closed = number < number[t] + ends[t]
+      row = layers[name][t]
+      assert (row[closed] > 0).all() and not row[~closed].any(), (name, t)
+      # Tokens of one segment have one weight, and a row lasts until the next end.
+      assert len({*row[closed].tolist()}) <= len({*number[closed].tolist()})
+      if not ends[t]:
+        np.testing.assert_array_equal(row, layers[name][t - 1])
+    assert is_closed.any()
+
+
+class Middling(nn.Module):
+  """A mixer of the user's: the mean of the past."""
+
+  max_length: int = 0
+  tells: bool = True
+
+  @nn.compact
+  def __call__(self, inputs, *, deterministic=True):
+    length = inputs.shape[1]
+    weights = jnp.tri(length) / jnp.arange(1.0, length + 1)[:, None]
+    if self.tells:
+      self.sow("intermediates", "reads", weights[None, None])
+    return jnp.einsum("ts,bsd->btd", weights, inputs)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_look_shows_what_a_mixer_of_the_user_offers(tells):
+  run = untrained(mixer="me")
+  stack = run.model.layers
+  block = stack.block.clone(mixer=Middling(WINDOW, tells))
+  model = run.model.clone(layers=stack.clone(block=block))
+  run = run_lib.Run(run.config, model, helpers.draw_params(model, 2, 0.5), run.tokenizer, 0)
+  (shown,) = content(dpjax.look(run, "to be"))
+  assert shown["stages"] == [] and len(shown["bits"]) == 5
+  assert [layer["name"] for layer in shown["layers"]] == ["1 Middling", "2 Middling"] * tells
+  if tells:  # Behind the start token position t reads t + 2 tokens, all alike.
+    largest = shown["layers"][0]["images"][0]["largest"]
+    np.testing.assert_allclose(largest, 1 / np.arange(2, 7), rtol=5e-3)
+
+
+def test_look_holds_the_segments_and_no_markup_of_the_text(gumbel):
+  run, segmentation = gumbel
+  html = page._write([run], TEXT, [segmentation._replace(pieces=["</script><b>", "\x00", "é"])])
+  assert html.count("</script>") == 2 and "<b>" not in html
+  (shown,) = content(html)
+  assert shown["pieces"] == ["</script><b>", "\x00", "é"]
+  (stage,) = shown["stages"]
+  assert stage["ends"] == segmentation.stages[0].boundaries.tolist()
+  np.testing.assert_allclose(
+    stage["chances"][:-1], segmentation.stages[0].probabilities[1:], atol=1e-4
+  )
+  assert stage["chances"][-1] is None and len(shown["targets"]) == len(TEXT)
+  nats = math.log(2) * np.sum(shown["bits"])
+  assert nats == pytest.approx(segmentation.surprisals.sum(), abs=1e-4)
+  assert shown["scores"].keys() == {"bits per byte", "shortening factor", "enrichment", "f1"}
+  assert "&lt;!doctype html&gt;" in html._repr_html_() and "<!doctype" not in html._repr_html_()
+
+
+def test_image_is_a_png_of_rows_scaled_to_their_largest(tmp_path):
+  from matplotlib import image
+
+  weights = np.tril(np.random.default_rng(1).random((5, 5))).astype(np.float32)
+  made = page._image(weights)
+  path = tmp_path / "a.png"
+  path.write_bytes(page.base64.b64decode(made["png"]))
+  rows = image.imread(path) * np.array(made["largest"])[:, None]
+  np.testing.assert_allclose(rows, weights, atol=3e-3)
+
+
+def test_main_prints_and_writes(gumbel, monkeypatch, tmp_path, capsys):
+  run, segmentation = gumbel
+  monkeypatch.setattr(run_lib, "load", lambda folder: run)
+  monkeypatch.setattr(reading, "layers", lambda run, text: [])
+  (tmp_path / "a.txt").write_text(TEXT)
+  out = tmp_path / "made/page.html"
+  page.main(["runs/a", "runs/b", f"--text={tmp_path / 'a.txt'}", f"--out={out}"])
+  printed = capsys.readouterr().out
+  ends = segmentation.stages[0].boundaries.sum()
+  assert printed.count(f"{len(TEXT)} tokens, {ends} closed segments; mean conditional entr") == 2
+  assert printed.startswith(f"runs/a:\n{render(segmentation)}\n\n")
+  assert re.search(r"enrichment [\d.]+: .* of as many tokens at random [\d.]+", printed)
+  assert [shown["pieces"] for shown in content(out.read_text())] == [[*TEXT]] * 2
+  with pytest.raises(SystemExit, match="^--text: expected 1 to 20,000 tokens, got 0$"):
+    page.main(["runs/a", "--text="])
+
+
+@pytest.mark.parametrize(
+  "kind, text, pieces",
+  [
+    ("bytes", "aé\n", ["a", "", "é", "\n"]),
+    ("wordpiece", "the cat\n", ["the", " cat", "\n"]),
+    ("bpe", "the cat", ["the", " cat"]),
+  ],
+)
+def test_split_of_other_tokenizers(kind, text, pieces):
+  chunks = ["the cat\nthe cat\n" * 5]
+  vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
+  tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
+  assert reading.split(tokenizer, tokenizer.encode(text)) == pieces
+
+
+def made_up(pieces, begins, surprisals=()):
+  stage = Stage(np.asarray(begins, bool), None)
+  return Segmentation([*pieces], np.asarray(surprisals), np.zeros(len(pieces)), (stage,), None, {})
+
+
+@pytest.mark.parametrize(
+  "pieces, begins, expected",
+  [
+    ("to be", [0, 3], "to␣|be"),
+    ("to be", [], "to␣be"),
+    ("to be", [1], "t|o␣be"),
+    ("a|·\\␣", [2], r"a\||\·\\\␣"),
+    ("a\n\t\x07 é\u200b", [1], r"a|\n\t\x07␣é\u200b"),
+    (["the", " quick", " brow", "n", " fox"], [2, 4], "the·␣quick|␣brow·n|␣fox"),
+    (["the", " fox"], [1], "the|␣fox"),
+    (["the", "·"], [], r"the·\·"),
+  ],
+)
+def test_render(pieces, begins, expected):
+  assert render(made_up(pieces, np.isin(np.arange(len(pieces)), begins))) == expected
+
+
+def test_enrichment_is_the_surprise_of_tokens_that_begin_segments():
+  made = made_up("abcde", [0, 0, 1, 1, 0], [0.5, 1.0, 3.0, 5.0, 0.5])
+  assert made.enrichment() == pytest.approx(4.0 / 2.0)
+  chance = [made.enrichment(seed=seed) for seed in range(200)]
+  assert np.mean(chance) == pytest.approx(1, abs=0.1) and len({*chance}) > 3
+  assert math.isnan(made_up("ab", [0, 0], [1.0, 2.0]).enrichment())
+  assert math.isnan(made_up("ab", [0, 1], [1.0, math.inf]).enrichment())
