@@ -108,8 +108,10 @@ def test_a_signal_after_the_last_update_stops_before_the_test_split(text, tmp_pa
     if step == 4 and not sent:  # A second signal would end it at once.
       sent.append(signal.raise_signal(signal.SIGTERM))
 
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
   with pytest.raises(loop.Interrupted, match="Stopped at step 4 of 4") as error:
     dpjax.train(config, tmp_path, model=helpers.bigrams, callbacks=[call_back])
+  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
   assert error.value.signal == signal.SIGTERM and not [*tmp_path.glob("scores_*")]
   run, scores = dpjax.train(config, tmp_path, model=helpers.bigrams)
   assert run.step == 4 and scores
