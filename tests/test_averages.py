@@ -86,8 +86,10 @@ def test_the_rate_and_the_tokens_seen_are_reported(plain):
 def test_a_slow_average_keeps_its_weight(decay):
   ones, zeros = {"a": np.ones(3, np.float32)}, {"a": np.zeros(3, np.float32)}
   for step in (0, 1, 10**9):
-    found = step_lib.add_to_average(zeros, ones, np.int32(step), decay)["a"]
-    np.testing.assert_allclose(found, (1 - decay) / -math.expm1((step + 1) * math.log(decay)), 1e-5)
+    result = step_lib.add_to_average(zeros, ones, np.int32(step), decay)["a"]
+    np.testing.assert_allclose(
+      result, (1 - decay) / -math.expm1((step + 1) * math.log(decay)), 1e-5
+    )
 
 
 def test_a_run_begins_with_the_average_of_another(averaged, text, tmp_path):

@@ -84,12 +84,12 @@ def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_pa
     config_lib.load("mine.py")
 
 
-@pytest.mark.parametrize("place", ["dpjax/configs", "configs"])
-def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, place):
+@pytest.mark.parametrize("location", ["dpjax/configs", "configs"])
+def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, location):
   # The layouts that the two leave behind, without an installation.
   ignored = shutil.ignore_patterns("__pycache__")
   shutil.copytree(ROOT / "dpjax", tmp_path / "dpjax", ignore=ignored)
-  shutil.copytree(ROOT / "configs", tmp_path / place, ignore=ignored)
+  shutil.copytree(ROOT / "configs", tmp_path / location, ignore=ignored)
   (tmp_path / "elsewhere").mkdir()
   (tmp_path / "elsewhere" / "mine.py").write_text(
     "def get_config():\n  from configs import msa_ptb\n  return msa_ptb.get_config('tiny')\n"

@@ -38,11 +38,11 @@ command_line.start(command_line.Parser("test", ""), main)
 """
 
 
-def start(*flags, kind="cpu", **environment):
+def start(*flags, variant="cpu", **environment):
   """What the script said; its environment has no settings of JAX's cache but the given."""
   clean = {name: value for name, value in helpers.environment().items() if "CACHE" not in name}
   result = subprocess.run(
-    [sys.executable, "-W", "error", "-c", SCRIPT, kind, *flags],
+    [sys.executable, "-W", "error", "-c", SCRIPT, variant, *flags],
     env=clean | {name: str(value) for name, value in environment.items()},
     capture_output=True,
     text=True,
@@ -72,7 +72,7 @@ def test_a_second_start_finds_what_the_first_compiled(tmp_path):
 
 def test_the_folder_is_that_of_the_flag_then_of_jax_then_the_users_own(tmp_path):
   flag, jaxs, home = (tmp_path / name for name in ("flag", "jax", "home"))
-  of_user = dict(XDG_CACHE_HOME=home, kind="accelerator")
+  of_user = dict(XDG_CACHE_HOME=home, variant="accelerator")
   of_jax = of_user | dict(JAX_COMPILATION_CACHE_DIR=jaxs)
   assert start(f"--compilation_cache={flag}", **of_jax)[0]["folder"] == str(flag)
   assert programs(flag) and not jaxs.exists() and not home.exists()
@@ -83,7 +83,7 @@ def test_the_folder_is_that_of_the_flag_then_of_jax_then_the_users_own(tmp_path)
 
 def test_an_empty_flag_means_none_and_so_does_a_cpu(tmp_path):
   kept = dict(XDG_CACHE_HOME=tmp_path / "home", JAX_COMPILATION_CACHE_DIR=tmp_path / "jax")
-  start("--compilation_cache=", kind="accelerator", **kept)
+  start("--compilation_cache=", variant="accelerator", **kept)
   said, _ = start(XDG_CACHE_HOME=tmp_path, HOME=tmp_path)
   assert said["folder"] is None and not list(tmp_path.iterdir())
 

@@ -343,8 +343,8 @@ def test_only_what_changes_no_trained_number_may_differ():
     if setting.value_type is float:
       other = 0.25 if value != 0.25 else 0.5
     expected = [f"{key}: {value!r} there, {sections.get(changed({key: other}), key)!r} here"]
-    found = config_lib.differences(config, changed({key: other}))
-    assert found == [] if is_free else found == expected, key
+    result = config_lib.differences(config, changed({key: other}))
+    assert result == [] if is_free else result == expected, key
   cosine = changed({"train.schedule": "cosine"})
   longer = changed({"train.schedule": "cosine", "train.num_epochs": 61.0})
   assert config_lib.differences(cosine, longer) == ["train.num_epochs: 60.0 there, 61.0 here"]

@@ -128,8 +128,8 @@ def assert_has(config, expected: str) -> None:
   for line in expected.strip().splitlines():
     section, *settings = line.split()
     values = dict(setting.split("=") for setting in settings)
-    found = config_lib.get(config, section)
-    assert {key: str(found[key]).replace(" ", "") for key in values} == values
+    result = config_lib.get(config, section)
+    assert {key: str(result[key]).replace(" ", "") for key in values} == values
 
 
 # What SPEC's table has of the Dispatcher on OpenWebText, and of the fine-tuned.
@@ -154,8 +154,8 @@ def test_the_dispatcher_on_openwebtext_has_the_papers_settings():
 def test_the_finetuned_dispatcher_has_the_papers_settings(text):
   config = finetuned.get_config(text)
   config_lib.check(config)
-  place = re.search(r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext"))[1]
-  more = f"train num_epochs=60.0 learning_rate=1e-05 init_from={place}"
+  position = re.search(r"openwebtext.py \\\n +--workdir=(\S+)", header("dispatcher_openwebtext"))[1]
+  more = f"train num_epochs=60.0 learning_rate=1e-05 init_from={position}"
   assert_has(config, LARGER_DISPATCHER + more)
   assert config.data.name == CORPORA.get(text, text)
   # The tiny one goes on from the tiny one.
@@ -256,7 +256,7 @@ def test_has_the_papers_settings(name):
 
 
 FIXED = dict(name="fixed", offset=None, pooling="mean")
-KINDS = {
+LABELS = {
   "none": dict(name="none"),
   **{f"fixed{n}": FIXED | dict(shortening_factor=n) for n in (2, 3, 4)},
   "gumbel": dict(name="gumbel", temperature=0.5, prior=0.2, sample=False, space_ids=()),
@@ -266,15 +266,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pooling_has_the_papers_settings(kind):
-  config = pooling_text8.get_config(kind)
+@pytest.mark.parametrize("label", LABELS)
+def test_pooling_has_the_papers_settings(label):
+  config = pooling_text8.get_config(label)
   config_lib.check(config)
   assert_has(
     config,
     f"""model width=512 feed_forward_width=2048 max_length=2048 norm_position=post positions=none
     model activation=gelu dropout=0.1 hidden_dropout=0.1 init_std=0.02 norm_init_std=0.02
-    model num_layers={12 if kind == "none" else 8}
+    model num_layers={12 if label == "none" else 8}
     model.mixer name=relative_attention num_heads=8 dropout=0.1
     data name=text8
     data.tokenizer name=characters
@@ -289,8 +289,8 @@ def test_pooling_has_the_papers_settings(kind):
     assert stack.to_dict() == dict(num_layers=2, mixer=None)
   boundaries = config.model.boundaries.to_dict()
   assert boundaries.pop("num_buckets", 5) == 5 and not boundaries.pop("target_schedule", ())
-  assert boundaries == KINDS[kind]
-  config_lib.check(pooling_text8.get_config(f"tiny,{kind}"))
+  assert boundaries == LABELS[label]
+  config_lib.check(pooling_text8.get_config(f"tiny,{label}"))
 
 
 def changes(variant: str, base: str) -> dict:
@@ -311,8 +311,8 @@ def test_each_word_of_pooling_changes_its_settings_alone():
     assert changes(f"middle_{layers},entropy", "entropy") == {"model.num_layers": layers}
     assert changes(f"none,middle_{layers}", "none") == {"model.num_layers": layers + 4}
   assert changes("middle_8", "whitespace") == {} == changes("", "whitespace")
-  for kind in ("fixed2", "entropy", "whitespace"):
-    assert changes(f"{kind},subsampling", kind) == {"model.boundaries.pooling": "last"}
+  for label in ("fixed2", "entropy", "whitespace"):
+    assert changes(f"{label},subsampling", label) == {"model.boundaries.pooling": "last"}
 
 
 def test_the_texts_of_pooling_have_the_papers_settings():
@@ -326,8 +326,8 @@ def test_the_texts_of_pooling_have_the_papers_settings():
     assert (unigram.model.boundaries.size, gumbel.model.boundaries.prior) == (size, prior)
   assert pooling_wiki40b.get_config("unigram_500,fi").model.boundaries.size == 500
   assert pooling_wiki40b.get_config("fi,gumbel_0.20").model.boundaries.prior == 0.2
-  for kind in KINDS:
-    ours, text8 = pooling_cc100.get_config(kind), pooling_text8.get_config(kind)
+  for label in LABELS:
+    ours, text8 = pooling_cc100.get_config(label), pooling_text8.get_config(label)
     assert ours.data.name == "cc100_en"
     ours.data.name = "text8"
     assert ours == text8

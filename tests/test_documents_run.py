@@ -60,8 +60,8 @@ def test_scores_are_those_of_each_document_alone(isolated):
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
   # By context, too; and it is another score than that of a joined text.
   size = dict(window=17, stride=5)
-  found = run.score_split("test", **size)["nats_per_token"]
-  assert found == pytest.approx(score_alone(run, "test", **size), rel=1e-5)
+  result = run.score_split("test", **size)["nats_per_token"]
+  assert result == pytest.approx(score_alone(run, "test", **size), rel=1e-5)
   joined = run.score_split("test", isolate_documents=False)["nats_per_token"]
   assert joined == pytest.approx(
     run.score("".join(documents_of(run, "test")))["nats_per_token"], rel=1e-6
@@ -97,9 +97,9 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
   assert not helpers.command("evaluate", f"--workdir={tmp_path}/run", "--isolate_documents")
   assert ", each document by itself:" in capsys.readouterr().out
   file = tmp_path / f"run/scores_test_{run.step}_isolated.json"
-  found = json.loads(file.read_text())["scores"]["nats_per_token"]
+  result = json.loads(file.read_text())["scores"]["nats_per_token"]
   # The joined texts have the same tokens.
   config.data.isolate_documents = True
   other, _ = dpjax.train(config, tmp_path / "isolated")
   other = dataclasses.replace(run, data=other.data)
-  assert found == pytest.approx(score_alone(other, "test"), rel=1e-5)
+  assert result == pytest.approx(score_alone(other, "test"), rel=1e-5)

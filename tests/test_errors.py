@@ -58,9 +58,9 @@ def test_an_unknown_setting_may_be_an_abbreviation(key, nearest):
   assert str(error).endswith(f"; the nearest known {nearest}")
 
 
-@pytest.mark.parametrize("fail, kind", RAISED)
-def test_what_may_be_a_defect_keeps_its_traceback(fail, kind):
-  with pytest.raises(kind) as error, exit_on_user_error():
+@pytest.mark.parametrize("fail, variant", RAISED)
+def test_what_may_be_a_defect_keeps_its_traceback(fail, variant):
+  with pytest.raises(variant) as error, exit_on_user_error():
     fail()
   assert not isinstance(error.value, UserError)
 

@@ -58,9 +58,9 @@ def unigram(text, tmp_path_factory):
   return dpjax.train(config, tmp_path_factory.mktemp("runs") / "run")[0]
 
 
-@pytest.mark.parametrize("kind", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
-def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, monkeypatch):
-  run = request.getfixturevalue(kind)
+@pytest.mark.parametrize("variant", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
+def test_an_exported_run_is_the_run_to_the_bit(variant, request, tmp_path, capsys, monkeypatch):
+  run = request.getfixturevalue(variant)
   export.main([str(run.workdir), str(tmp_path / "out")])
   assert "MiB" in capsys.readouterr().out
   shutil.move(tmp_path / "out", tmp_path / "elsewhere")
@@ -68,7 +68,7 @@ def test_an_exported_run_is_the_run_to_the_bit(kind, request, tmp_path, capsys, 
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
   chex.assert_trees_all_equal(loaded.params, run.params)
   assert loaded.score("the cat sat") == run.score("the cat sat")
-  if kind == "run":
+  if variant == "run":
     assert loaded.generate("the ", length=5) == run.generate("the ", length=5)
   flat = load_file(tmp_path / "elsewhere/model.safetensors")
   np.testing.assert_array_equal(flat["logits.kernel"], run.params["logits"]["kernel"])
@@ -303,8 +303,8 @@ def test_a_trained_model_of_the_clone_scores_and_generates(name):
   text = "Once upon a time there was a little girl who lived with her mother in the wood. "
   assert run.score(text)["bits_per_character"] < 2.2
   assert run.score(text[::-1])["bits_per_character"] > 3
-  (found,) = run.generate(text, length=20, temperature=0)
-  assert len(found) >= 20
+  (result,) = run.generate(text, length=20, temperature=0)
+  assert len(result) >= 20
   tokens = run.tokenizer.encode(text)
   logits = run.model.apply({"params": run.params}, tokens[None]).logits[0]
   np.testing.assert_allclose(numpy_model.load(folder)(tokens), logits, atol=1e-4)

@@ -119,7 +119,7 @@ PROCESSES = helpers.cases(r"""
 
 
 @pytest.fixture(scope="module")
-def places(text, finished, tmp_path_factory):
+def locations(text, finished, tmp_path_factory):
   """Paths by name: a trained run, damaged copies of it, files of all kinds; and flags."""
   root = tmp_path_factory.mktemp("places")
   shutil.copy(text, root / "text.txt")
@@ -158,37 +158,37 @@ def places(text, finished, tmp_path_factory):
   (root / "folder_of_model/model.safetensors").mkdir()
   with (root / "sparse").open("wb") as file:
     file.truncate(2**40)
-  known = {path.stem: path for path in root.iterdir()}
+  expected = {path.stem: path for path in root.iterdir()}
   quickstart = helpers.ROOT / "configs/quickstart.py"
-  return known | dict(
+  return expected | dict(
     quickstart=quickstart,
     nothing=root / "no_such",
-    quick=f"--config={quickstart} --config.data.path={known['text']}",
+    quick=f"--config={quickstart} --config.data.path={expected['text']}",
     train="train --workdir=new",
-    evaluate=f"evaluate --workdir={known['run']}",
-    generate=f"generate --workdir={known['run']}",
-    plot=f"plots {known['run']} --out=new.png",
-    calibrate=f"calibrate {known['run']} --factor=2.5",
+    evaluate=f"evaluate --workdir={expected['run']}",
+    generate=f"generate --workdir={expected['run']}",
+    plot=f"plots {expected['run']} --out=new.png",
+    calibrate=f"calibrate {expected['run']} --factor=2.5",
     two="--num_processes=2",
-    join=f"generate --workdir={known['run']} --num_processes=2 --join_seconds=2",
+    join=f"generate --workdir={expected['run']} --num_processes=2 --join_seconds=2",
   )
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch, places):
+def elsewhere(tmp_path, monkeypatch, locations):
   """Works in an empty folder."""
   monkeypatch.chdir(tmp_path)
-  monkeypatch.syspath_prepend(places["run"].parent)
+  monkeypatch.syspath_prepend(locations["run"].parent)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def unchanged(places):
+def unchanged(locations):
   """What lies there is as it was, and nothing new."""
 
   def contents():
     return {
       path: path.read_bytes() if path.is_file() and path.name != "sparse" else path.stat().st_mtime
-      for path in places["run"].parent.rglob("*")
+      for path in locations["run"].parent.rglob("*")
     }
 
   before = contents()
@@ -229,10 +229,10 @@ def call(command, capsys):
 
 
 @pytest.mark.parametrize(("settings", "pattern"), SETTINGS)
-def test_a_wrong_setting_is_named(settings, pattern, places, tmp_path, capsys):
-  given = [f"--config.{setting}" for setting in settings.format(**places).split()]
-  message = call(f"train {places['quick']} {' '.join(given)} --workdir=new", capsys).strip()
-  name = given[-1].removeprefix("--config.").partition("=")[0]
+def test_a_wrong_setting_is_named(settings, pattern, locations, tmp_path, capsys):
+  options = [f"--config.{setting}" for setting in settings.format(**locations).split()]
+  message = call(f"train {locations['quick']} {' '.join(options)} --workdir=new", capsys).strip()
+  name = options[-1].removeprefix("--config.").partition("=")[0]
   expect(rf"^[^\n]*{name}\b[^\n]*$", message)
   expect(pattern, message)
   assert not (tmp_path / "new/checkpoints").exists()
@@ -242,18 +242,18 @@ def test_a_wrong_setting_is_named(settings, pattern, places, tmp_path, capsys):
   ("command", "message"),
   [*COMMANDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MODULES)],
 )
-def test_a_wrong_flag_or_file_is_named(command, message, places, tmp_path, capsys):
-  expect(message, call(command.format(**places, new=tmp_path / "new"), capsys))
+def test_a_wrong_flag_or_file_is_named(command, message, locations, tmp_path, capsys):
+  expect(message, call(command.format(**locations, new=tmp_path / "new"), capsys))
   assert not [*tmp_path.rglob("checkpoints")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("environment", "command", "message"), PROCESSES)
-def test_a_wrong_surrounding_is_named(environment, command, message, places):
+def test_a_wrong_surrounding_is_named(environment, command, message, locations):
   with socket.create_server(("localhost", 0)) as busy:
     with socket.create_server(("localhost", 0)) as closed:
       ports = dict(free=closed.getsockname()[1], busy=busy.getsockname()[1])
-    command, _, source = command.format(**places, **ports).partition(" < ")
+    command, _, source = command.format(**locations, **ports).partition(" < ")
     with open(source or os.devnull, "rb") as file:
       done = subprocess.run(
         [sys.executable, "-m", "dpjax", *shlex.split(command)],

@@ -16,7 +16,7 @@ pytestmark = [
   # How the library sends files without Xet.
   pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
 ]
-PLACE, NAME = "hf://me/small", "models/me/small"
+ADDRESS, NAME = "hf://me/small", "models/me/small"
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def exported(run, *words):
 
 
 def test_a_model_comes_back_to_the_bit(run, site, capsys):
-  assert not exported(run, PLACE, "--license=cc-by-4.0", "--private")
-  assert f"{PLACE}: uploaded" in capsys.readouterr().out
+  assert not exported(run, ADDRESS, "--license=cc-by-4.0", "--private")
+  assert f"{ADDRESS}: uploaded" in capsys.readouterr().out
   assert site.repositories[NAME]["private"]
-  loaded = dpjax.load(PLACE)
+  loaded = dpjax.load(ADDRESS)
   chex.assert_trees_all_equal(loaded.params, run.params)
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
   assert loaded.tokenizer.to_json() == run.tokenizer.to_json() and repr(loaded.model) == repr(
@@ -56,36 +56,36 @@ def test_a_model_comes_back_to_the_bit(run, site, capsys):
 def test_the_card_has_what_the_hub_searches(run, site):
   from huggingface_hub import ModelCard
 
-  assert not exported(run, PLACE, "--license=cc-by-4.0")
+  assert not exported(run, ADDRESS, "--license=cc-by-4.0")
   card = ModelCard(site.files(NAME)[0]["README.md"].decode())
   about = card.data.to_dict()
   assert about["library_name"] == "dpjax" and about["license"] == "cc-by-4.0"
   assert {"jax", "dispatcher"} <= {*about["tags"]} and "datasets" not in about
   scores = json.loads((run.workdir / f"scores_test_{run.step}.json").read_text())["scores"]
-  found = {x.metric_type: x.metric_value for x in card.data.eval_results}
-  assert found == {name: x for name, x in scores.items() if x is not None}
+  result = {x.metric_type: x.metric_value for x in card.data.eval_results}
+  assert result == {name: x for name, x in scores.items() if x is not None}
   assert {x.dataset_split for x in card.data.eval_results} == {"test"}
-  assert f'dpjax.load("{PLACE}")' in card.text and "# small\n" in card.text
+  assert f'dpjax.load("{ADDRESS}")' in card.text and "# small\n" in card.text
 
 
 def test_revisions(run, site):
-  for words in ([PLACE], [PLACE, "--dtype=bfloat16"], [f"{PLACE}@draft", "--dtype=bfloat16"]):
+  for words in ([ADDRESS], [ADDRESS, "--dtype=bfloat16"], [f"{ADDRESS}@draft", "--dtype=bfloat16"]):
     assert not exported(run, *words)
   commits = site.repositories[NAME]["branches"]
   assert [len(commits[branch]) for branch in ("main", "draft")] == [3, 4]
   first = {**commits["main"][1], "frozen.json": b"{}", "mine.txt": b"mine"}
   site.publish(NAME, first)
   commit = site.files(NAME)[1]
-  chex.assert_trees_all_equal(dpjax.load(f"{PLACE}@{commit}").params, run.params)
-  half = dpjax.load(f"{PLACE}@draft").params["logits"]["kernel"]
+  chex.assert_trees_all_equal(dpjax.load(f"{ADDRESS}@{commit}").params, run.params)
+  half = dpjax.load(f"{ADDRESS}@draft").params["logits"]["kernel"]
   assert (half != run.params["logits"]["kernel"]).any()
   # What another model needed goes, and what is not dpjax's stays.
-  assert not exported(run, PLACE, "--dtype=bfloat16")
+  assert not exported(run, ADDRESS, "--dtype=bfloat16")
   assert {"mine.txt"} == {*site.files(NAME)[0]} - {*commits["main"][1]}
 
 
 def test_loading_runs_no_code(run, site, tmp_path, monkeypatch):
-  run.save(PLACE)
+  run.save(ADDRESS)
   config = json.loads(site.files(NAME)[0]["config.json"]) | {"plugins": ["of_the_author"]}
   del config["checksums"]
   own = {"of_the_author.py": b"raise SystemExit(7)", "data/__init__.py": b"1 / 0"}
@@ -94,7 +94,7 @@ def test_loading_runs_no_code(run, site, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "of_the_author.py").write_text("raise SystemExit(7)")
   monkeypatch.setattr("pickle.load", lambda *_, **__: 1 / 0)
-  loaded = dpjax.load(PLACE)
+  loaded = dpjax.load(ADDRESS)
   chex.assert_trees_all_equal(loaded.params, run.params)
   asked = {x.rpartition("/")[2] for x in site.asked if "GET /me/small/resolve" in x}
   assert asked == {"config.json", "model.safetensors", "data.json", "tokenizer.json", "README.md"}
@@ -103,14 +103,14 @@ def test_loading_runs_no_code(run, site, tmp_path, monkeypatch):
 def test_without_a_network(run, site, monkeypatch, tmp_path):
   from huggingface_hub import constants
 
-  run.save(PLACE)
-  dpjax.load(PLACE)
+  run.save(ADDRESS)
+  dpjax.load(ADDRESS)
   site.asked.clear()
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-  chex.assert_trees_all_equal(dpjax.load(PLACE).params, run.params)
+  chex.assert_trees_all_equal(dpjax.load(ADDRESS).params, run.params)
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
   hub.use(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
-  chex.assert_trees_all_equal(dpjax.load(PLACE).params, run.params)
+  chex.assert_trees_all_equal(dpjax.load(ADDRESS).params, run.params)
   assert site.asked == []
 
 
@@ -119,12 +119,12 @@ def test_without_a_network_a_cache_that_lacks_files_is_told_from_a_repository(
 ):
   from huggingface_hub import constants, hf_hub_download
 
-  run.save(PLACE)
-  hf_hub_download(PLACE.removeprefix("hf://"), "config.json")
+  run.save(ADDRESS)
+  hf_hub_download(ADDRESS.removeprefix("hf://"), "config.json")
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
   message = "the cache .* without model.safetensors, data/data.json.*; `hf download me/small` fetch"
   with pytest.raises(dpjax.UserError, match=message):
-    dpjax.load(PLACE)
+    dpjax.load(ADDRESS)
 
 
 ERRORS = helpers.cases("""
@@ -140,40 +140,40 @@ ERRORS = helpers.cases("""
 """)
 
 
-@pytest.mark.parametrize("place, token, message", ERRORS)
-def test_errors_are_one_line(run, site, monkeypatch, tmp_path, place, token, message):
-  run.save(PLACE)
+@pytest.mark.parametrize("path, token, message", ERRORS)
+def test_errors_are_one_line(run, site, monkeypatch, tmp_path, path, token, message):
+  run.save(ADDRESS)
   files = site.files(NAME)[0]
   site.publish("models/me/hidden", files, private=True)
   site.publish("models/me/other", {x: files[x] for x in ("config.json", "model.safetensors")})
   site.publish("models/me/cut", {x: y for x, y in files.items() if "tensors" not in x})
   hub.use(monkeypatch, site.url, tmp_path / "cache", token.strip("-"))
-  said = helpers.command("generate", f"--workdir={place}")
-  assert re.match(f"{place}: .*{message}", said) and "\n" not in said
+  said = helpers.command("generate", f"--workdir={path}")
+  assert re.match(f"{path}: .*{message}", said) and "\n" not in said
 
 
 def test_errors_without_a_network_and_of_uploads(run, site, monkeypatch, tmp_path):
   site.publish(NAME, {})
-  said = exported(run, PLACE, "--private")
-  assert said == f"--private: expected a private repository, got {PLACE}, which is public"
+  said = exported(run, ADDRESS, "--private")
+  assert said == f"--private: expected a private repository, got {ADDRESS}, which is public"
   assert site.files(NAME)[0] == {}
   said = exported(run, str(tmp_path / "out"), "--private")
   assert said.startswith("--private: expected a folder hf://OWNER/NAME with it, got")
-  assert exported(run, PLACE, "--license=my own").endswith("in README.md. - no such licence")
+  assert exported(run, ADDRESS, "--license=my own").endswith("in README.md. - no such licence")
   hub.use(monkeypatch, site.url, tmp_path / "cache")
-  said = exported(run, PLACE)
-  assert said.startswith(f"{PLACE}: expected a repository that can be written, got ")
+  said = exported(run, ADDRESS)
+  assert said.startswith(f"{ADDRESS}: expected a repository that can be written, got ")
   hub.use(monkeypatch, "http://127.0.0.1:1", tmp_path / "cache")
-  for said in (exported(run, PLACE), helpers.command("evaluate", f"--workdir={PLACE}")):
-    assert said.startswith(f"{PLACE}: expected a repository") and "\n" not in said
+  for said in (exported(run, ADDRESS), helpers.command("evaluate", f"--workdir={ADDRESS}")):
+    assert said.startswith(f"{ADDRESS}: expected a repository") and "\n" not in said
 
 
 @pytest.mark.slow
 def test_training_begins_with_a_model_of_the_hub(run, site, tmp_path):
-  run.save(PLACE)
+  run.save(ADDRESS)
   config = dpjax.load(run.workdir).config
-  config.train.update(num_steps=1, eval_every_steps=1, init_from=PLACE)
-  config.data.tokenizer.file = PLACE
+  config.train.update(num_steps=1, eval_every_steps=1, init_from=ADDRESS)
+  config.data.tokenizer.file = ADDRESS
   new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
   chex.assert_trees_all_equal(new.params, run.params)
   assert np.array_equal(new.tokens("train"), run.tokens("train"))

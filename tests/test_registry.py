@@ -25,7 +25,7 @@ class Decay(nn.Module):
   max_length: int
   rate: float = 0.5
   num_steps: int | None = None
-  kinds: tuple[str, ...] = ("a",)
+  variants: tuple[str, ...] = ("a",)
 
   def __post_init__(self):
     if not 0 < self.rate < 1:
@@ -41,8 +41,8 @@ class Decay(nn.Module):
 @pytest.fixture(autouse=True)
 def mixers(monkeypatch):
   """The registry, of which nothing that a test adds is left, as of the others."""
-  for known in (registry.mixers, registry.boundaries, registry.optimizers):
-    monkeypatch.setattr(known, "_components", dict(known._components))
+  for reference in (registry.mixers, registry.boundaries, registry.optimizers):
+    monkeypatch.setattr(reference, "_components", dict(reference._components))
   return registry.mixers
 
 
@@ -52,10 +52,10 @@ def test_settings_are_the_fields_that_a_person_can_set(mixers):
   assert mixers.settings("decay") == of_frame | {
     "rate": Setting(0.5, type=float),
     "num_steps": Setting(None, type=int, is_optional=True),
-    "kinds": Setting(("a",), type=tuple),
+    "variants": Setting(("a",), type=tuple),
   }
   section = config_lib.mixer("decay", rate=0.8, num_steps=3)
-  settings = dict(rate=0.8, num_steps=3, kinds=("a",), has_feed_forward=True)
+  settings = dict(rate=0.8, num_steps=3, variants=("a",), has_feed_forward=True)
   assert section.to_dict() == dict(name="decay", **settings)
 
 
@@ -95,7 +95,7 @@ class AfterRare(Boundaries):
   def text_boundaries(self):
     return RareText(self.share, self.others)
 
-  def __call__(self, hidden, tokens, **given):
+  def __call__(self, hidden, tokens, **options):
     return BoundaryOutput((tokens % 3 == 0).astype(jnp.int32))
 
   def loss(self, output, batch):
@@ -103,8 +103,8 @@ class AfterRare(Boundaries):
     return (targets * batch["weights"]).sum(), targets
 
 
-def pooled_by_text(text, kind, **settings):
-  dpjax.register_boundaries("by_text", kind)
+def pooled_by_text(text, variant, **settings):
+  dpjax.register_boundaries("by_text", variant)
   config = helpers.small_config(text, num_steps=2)
   config.model.boundaries = dpjax.config.boundaries("by_text", **settings)
   config.model.first.num_layers = config.model.last.num_layers = 1

@@ -134,11 +134,11 @@ def last_step(workdir) -> int:
 
 
 def unfinished_saves(workdir) -> set[tuple]:
-  found = set()
+  result = set()
   for path in workdir.glob("checkpoints/*orbax-checkpoint-tmp*"):
     with contextlib.suppress(FileNotFoundError):  # It was just finished.
-      found.add((path, path.stat().st_ino))
-  return found
+      result.add((path, path.stat().st_ino))
+  return result
 
 
 def wait_until(is_time, processes, seconds: float = 300) -> None:
@@ -203,9 +203,9 @@ def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
-  place = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
+  position = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
   return [
-    start(config, workdir, *place, f"--process_id={number}", NPROC="4", **changes)
+    start(config, workdir, *position, f"--process_id={number}", NPROC="4", **changes)
     for number in range(2)
   ]
 
@@ -219,20 +219,20 @@ def finish_all(processes: list[subprocess.Popen], seconds: float = 600) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "whitespace"])
-def test_two_processes_train_as_one(text, tmp_path, kind):
+@pytest.mark.parametrize("variant", ["fsdp", "whitespace"])
+def test_two_processes_train_as_one(text, tmp_path, variant):
   config = helpers.small_config(text, num_steps=10, eval_every_steps=5)
-  if kind == "whitespace":
+  if variant == "whitespace":
     # One process finds the capacity in the tokens, two find it on the device.
-    config = helpers.pooled_config(text, kind, num_steps=10, eval_every_steps=5)
+    config = helpers.pooled_config(text, variant, num_steps=10, eval_every_steps=5)
   else:
-    config.train.param_sharding = kind
+    config.train.param_sharding = variant
     config.sample.update(dict(prompt="the cat", length=9))
   processes = start_two(config, tmp_path / "two")
   printed = finish_all(processes)
   assert [process.returncode for process in processes] == [0, 0], printed
   assert "2 processes, 2 devices" in printed[0] and "The test split" in printed[0]
-  if kind == "fsdp":
+  if variant == "fsdp":
     assert "A sample:\nthe cat" in printed[0] and "A sample" not in printed[1]
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1

@@ -108,8 +108,10 @@ def test_a_signal_after_the_last_update_stops_before_the_test_split(text, tmp_pa
     if step == 4 and not sent:  # A second signal would end it at once.
       sent.append(signal.raise_signal(signal.SIGTERM))
 
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
   with pytest.raises(loop.Interrupted, match="Stopped at step 4 of 4") as error:
     dpjax.train(config, tmp_path, model=helpers.bigrams, callbacks=[call_back])
+  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
   assert error.value.signal == signal.SIGTERM and not [*tmp_path.glob("scores_*")]
   run, scores = dpjax.train(config, tmp_path, model=helpers.bigrams)
   assert run.step == 4 and scores
@@ -129,14 +131,14 @@ def test_training_says_what_its_tokens_lose(tmp_path, capsys):
   path.write_text("the cat sat on a mat\n" * 99 + "zoo\n")
   config = helpers.small_config(path, num_steps=1)
   config.data.data_dir = str(tmp_path)
-  for kind, shown in (
+  for variant, shown in (
     ("characters", "does not know: 0 in valid, 1 in test"),
     ("wordpiece", "tokens of wordpiece do not hold the whole text"),
   ):
-    config.data.tokenizer = kind
-    if kind == "wordpiece":
+    config.data.tokenizer = variant
+    if variant == "wordpiece":
       config.data.tokenizer.vocab_size = 50
-    dpjax.train(config, tmp_path / kind, model=helpers.bigrams)
+    dpjax.train(config, tmp_path / variant, model=helpers.bigrams)
     assert capsys.readouterr().out.count(shown) == 1
 
 
@@ -338,10 +340,10 @@ def test_a_run_taught_by_unigram_scores_any_text(text, tmp_path):
   padded = np.zeros(3 * 19, np.int32)
   padded[: len(ids)] = inputs
   output = jax.jit(run.model.apply)({"params": run.params}, padded.reshape(3, 19))
-  found = np.asarray(output.boundaries).ravel()[: len(ids)]
-  assert of_new["accuracy"] == pytest.approx((found == targets).mean())
-  assert of_new["p_ones"] == pytest.approx(found.mean())
-  assert of_new["recall"] == pytest.approx((found * targets).sum() / targets.sum())
+  result = np.asarray(output.boundaries).ravel()[: len(ids)]
+  assert of_new["accuracy"] == pytest.approx((result == targets).mean())
+  assert of_new["p_ones"] == pytest.approx(result.mean())
+  assert of_new["recall"] == pytest.approx((result * targets).sum() / targets.sum())
 
 
 @pytest.mark.slow

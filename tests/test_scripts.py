@@ -68,15 +68,15 @@ def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
   run, out = run_lib.load(workdir), tmp_path / "out"
   (tmp_path / "a.txt").write_bytes(texts["a.txt"].encode())
   (tmp_path / "b.txt.gz").write_bytes(gzip.compress(texts["b.txt.gz"].encode()))
-  before, given = sorted(workdir.rglob("*")), [f"--text={tmp_path / name}" for name in texts]
+  before, options = sorted(workdir.rglob("*")), [f"--text={tmp_path / name}" for name in texts]
   size = ["--window=11", "--stride=5"]
-  assert call("evaluate", f"--workdir={workdir}", *given, *size, f"--out={out}") is None
+  assert call("evaluate", f"--workdir={workdir}", *options, *size, f"--out={out}") is None
   shown = capsys.readouterr().out
-  found = json.loads((out / f"scores_of_texts_{run.step}.json").read_text())
-  assert (found["window"], found["stride"], len(found["texts"])) == (11, 5, 2)
+  result = json.loads((out / f"scores_of_texts_{run.step}.json").read_text())
+  assert (result["window"], result["stride"], len(result["texts"])) == (11, 5, 2)
   for name, text in texts.items():
     scores = run.score(text.removeprefix("\ufeff"), window=11, stride=5)
-    assert found["texts"][str(tmp_path / name)] == scores
+    assert result["texts"][str(tmp_path / name)] == scores
     table = shown[shown.index(f"{tmp_path / name}, by step 12:") :]
     assert f"bits per byte         {scores['bits_per_byte']:12.6g}\n" in table
   assert sorted(workdir.rglob("*")) == before
@@ -119,11 +119,11 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
   (tmp_path / "prompt").write_bytes("\ufeffon a mat\r\n".encode())
   settings = [f"--workdir={workdir}", "--length=11", "--num_samples=2", "--seed=3", "--json"]
   assert call("generate", *settings, f"--prompt_file={tmp_path / 'prompt'}") is None
-  found = json.loads(capsys.readouterr().out)
-  samples = found["samples"]
-  assert found["prompt"] == "on a mat" and found["length"] == 11
+  result = json.loads(capsys.readouterr().out)
+  samples = result["samples"]
+  assert result["prompt"] == "on a mat" and result["length"] == 11
   assert [sample["num_tokens"] for sample in samples] == [11, 11]
-  assert 0 < found["seconds_to_first"] <= found["seconds"]
+  assert 0 < result["seconds_to_first"] <= result["seconds"]
   # From the standard input, and up to a token.
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"on a mat\n")))
   assert call("generate", *settings, "--prompt_file=-", "--stop= ") is None
@@ -181,10 +181,10 @@ PROGRAMS = {
 def test_errors_of_a_configuration_name_its_line(program, tmp_path, monkeypatch):
   file = tmp_path / "config.py"
   file.write_text(program)
-  found = call("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
+  result = call("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
   message = PROGRAMS[program].format(at=f"({file}, line ")
   message = "--config: " + message.replace("(", r"\(").replace(")", r"\)")
-  assert re.fullmatch(message, found) and "\n" not in found
+  assert re.fullmatch(message, result) and "\n" not in result
   monkeypatch.setenv("DPJAX_TRACEBACK", "1")
   with pytest.raises((ValueError, AttributeError, SyntaxError)):
     call("train", f"--config={file}", f"--workdir={tmp_path / 'run'}")
@@ -284,7 +284,7 @@ def test_overrides_make_the_quickstart_any_configuration(text, monkeypatch):
   for made in (config, helpers.small_config(text), config_lib.default()):
     made.sample.prompt = "a cat's = 'x'"
     seen = []
-    monkeypatch.setattr(run_lib, "train", lambda found, *_, seen=seen, **__: seen.append(found))
+    monkeypatch.setattr(run_lib, "train", lambda result, *_, seen=seen, **__: seen.append(result))
     with contextlib.suppress(TypeError):  # of what train.py does with its result
       call("train", *helpers.overrides(made), "--workdir=x")
     assert config_lib.flatten(seen[0]) == config_lib.flatten(made)

@@ -187,15 +187,15 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   text = helpers.write_text(tmp_path / "text.txt")
   config = helpers.small_config(text)
   config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=271)
-  known = prepare.prepare_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
+  expected = prepare.prepare_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
-  for i, place in enumerate(("run", "run/data/tokenizer.json")):
-    for kind in ("bpe", "characters"):  # the default
-      config.data.tokenizer = config_lib.tokenizer(kind, file=str(tmp_path / place))
-      data = prepare.prepare_tokens(config, tmp_path / f"{kind}{i}" / "data")
-      assert data.tokenizer.to_json() == known and data.folder.name.startswith("new_bpe_")
+  for i, location in enumerate(("run", "run/data/tokenizer.json")):
+    for variant in ("bpe", "characters"):  # the default
+      config.data.tokenizer = config_lib.tokenizer(variant, file=str(tmp_path / location))
+      data = prepare.prepare_tokens(config, tmp_path / f"{variant}{i}" / "data")
+      assert data.tokenizer.to_json() == expected and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
-  content = json.loads(known)
+  content = json.loads(expected)
   content["tokenizer"]["model"] |= {"vocab": {"a": 0, "b": 1}, "merges": []}
   content["tokenizer"]["added_tokens"] = []
   (tmp_path / "run/data/tokenizer.json").write_text(json.dumps(content))
@@ -223,11 +223,11 @@ def test_tokens_alone(config, tmp_path):
   assert not workdir_lib.resumes(tmp_path / "run", config)
 
 
-@pytest.mark.parametrize("kind", ["none", "unigram"])
-def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
+@pytest.mark.parametrize("variant", ["none", "unigram"])
+def test_a_run_takes_tokens_made_elsewhere(tmp_path, variant):
   text = helpers.write_text(tmp_path / "text.txt")
   config = (
-    helpers.pooled_config(text, "unigram") if kind == "unigram" else helpers.small_config(text)
+    helpers.pooled_config(text, "unigram") if variant == "unigram" else helpers.small_config(text)
   )
   made = prepare.prepare_tokens(config, tmp_path / "a" / "data")
   ready = shutil.copytree(made.folder, tmp_path / "ready")
@@ -236,10 +236,10 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, kind):
   config.data.path = str(ready)
   data = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   assert data.counts == made.counts and data.folder == ready
-  assert (data.boundaries is None) == (kind == "none")
+  assert (data.boundaries is None) == (variant == "none")
   assert find_again(config, tmp_path / "b" / "data").checksums == made.checksums
   other = config_lib.boundaries(
-    **({"name": "unigram", "size": 31} if kind == "none" else {"name": "none"})
+    **({"name": "unigram", "size": 31} if variant == "none" else {"name": "none"})
   )
   for key, value in {
     "data.tokenizer": "bytes",

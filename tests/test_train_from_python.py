@@ -91,12 +91,12 @@ def test_a_callback_ends_the_training_early(whole, tmp_path):
 def test_a_callback_ends_the_training_between_evaluations(whole, tmp_path, end, stop_at, last):
   """It is validated first."""
   config, asked = whole[0], iter(range(1, 99))
-  given = dict(
+  options = dict(
     callbacks=[lambda step, metrics, state: step == end], should_stop=lambda: next(asked) == stop_at
   )
-  part, scores = train(config, tmp_path, **given)
+  part, scores = train(config, tmp_path, **options)
   assert part.step == last == helpers.reports(tmp_path, "valid")[-1]["step"]
-  again, scores_again = train(config, tmp_path, **given)
+  again, scores_again = train(config, tmp_path, **options)
   assert again.step == last and scores_again == scores
 
 
@@ -151,8 +151,8 @@ def test_an_initial_run_matters_until_the_first_checkpoint(whole, text, tmp_path
   wrong.train.init_from = str(whole[1].workdir)
   with pytest.raises(ValueError, match="workdir: .*train.init_from"):
     train(wrong, tmp_path / "part")
-  found, _ = train(config, tmp_path / "part")
-  chex.assert_trees_all_equal(found.params, expected.params)
+  result, _ = train(config, tmp_path / "part")
+  chex.assert_trees_all_equal(result.params, expected.params)
 
 
 def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
@@ -162,11 +162,11 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   settings = dict(init_from=str(whole[1].workdir), num_steps=2, eval_every_steps=2)
   config = helpers.small_config(new, **settings)
   expected, _ = train(config, tmp_path / "whole")
-  known = whole[1].tokenizer
-  assert expected.tokenizer.to_json() == known.to_json()
+  reference = whole[1].tokenizer
+  assert expected.tokenizer.to_json() == reference.to_json()
   texts = load_corpus(path=new).splits
   for split, ids in expected.data.splits.items():
-    assert ids.tolist() == known.encode("".join(texts[split])).tolist()
+    assert ids.tolist() == reference.encode("".join(texts[split])).tolist()
   unknown = set("zdg") - set(text.read_text())
   counts = [sum(part.count(x) for part in texts[split] for x in unknown) for split in texts]
   shown = "tokens for what the vocabulary does not know: {:,} in train, {:,} in valid, {:,} in test"

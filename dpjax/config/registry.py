@@ -1,6 +1,6 @@
 """Components by name, with their settings.
 
-A component is a class or a function: a Linen module, a kind of boundaries, an `optax` optimizer.
+A component is a class or a function: a Linen module, boundaries, an `optax` optimizer.
 Its settings are its fields (or arguments) with simple values. Fields that a model or a run
 supplies, such as `max_length`, are no settings, and filled in when it is built.
 """
@@ -198,6 +198,7 @@ class Registry:
       load_plugins()
     if name not in self._components:
       note = f" (dpjax.register_{self.type_name} adds another, in a module that --plugin names)"
+      note *= self is not tokenizers  # whose classes `dpjax.text` has to know
       raise errors.unknown(key or self.type_name, self._components, name, note)
     component = self._components[name]
     if isinstance(component, str):

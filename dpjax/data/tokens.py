@@ -159,9 +159,8 @@ def tokenize(
   name, loaded = (tokenizer, None) if is_name else (tokenizer.name, tokenizer)
   restricts = settings.get("restrict_vocabulary", False)
   if loaded is None and settings.get("file"):
-    loaded = train_tokenizer(
-      name, (), **settings | ({"restrict_vocabulary": False} if restricts else {})
-    )
+    of_file = {x: y for x, y in settings.items() if x != "restrict_vocabulary"}
+    loaded = train_tokenizer(name, (), **of_file)
   has_boundaries = boundaries is not None
   if has_boundaries and name not in CHARACTER_TOKENIZERS:
     names = " or ".join(CHARACTER_TOKENIZERS)

@@ -27,7 +27,7 @@ def test_an_epoch_has_every_target_once(num_tokens, window):
   tokens = np.arange(1, num_tokens + 1, dtype=np.uint16)
   batches = ContiguousRows(tokens, batch_size=5, window=window)
   length = num_tokens // 5
-  found = [[] for _ in range(5)]
+  result = [[] for _ in range(5)]
   for step in range(batches.steps_per_epoch):
     batch = batches.batch(step)
     check(batch, (5, window))
@@ -35,9 +35,9 @@ def test_an_epoch_has_every_target_once(num_tokens, window):
     assert np.all(batch["weights"][~real] == 0)
     np.testing.assert_array_equal((batch["targets"] - batch["tokens"])[real], 1)
     for row in range(5):
-      found[row] += batch["targets"][row, real[row]].tolist()
+      result[row] += batch["targets"][row, real[row]].tolist()
   for row in range(5):
-    assert found[row] == tokens[row * length : (row + 1) * length][1:].tolist()
+    assert result[row] == tokens[row * length : (row + 1) * length][1:].tolist()
 
 
 def test_epochs_repeat():
@@ -103,25 +103,27 @@ def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
   begin_b1 = 1 + length * np.arange(5)[:, None]
   assert count == -(-(length - 1) // window)
   for epoch in range(3):
-    found = [batches.batch(epoch * count + i) for i in range(count)]
-    seen = np.concatenate([batch["tokens"][:, batch["weights"][0] == 1] for batch in found], axis=1)
+    result = [batches.batch(epoch * count + i) for i in range(count)]
+    seen = np.concatenate(
+      [batch["tokens"][:, batch["weights"][0] == 1] for batch in result], axis=1
+    )
     # The token that is no input is the last one of the rolled row.
     shift_b1 = (seen.sum(axis=1) - np.sum(begin_b1 + np.arange(length), axis=1))[:, None]
     shift_b1 = (1 - shift_b1 - begin_b1) % length
     rolled_bn = begin_b1 + (np.arange(length) + shift_b1) % length
     assert len(np.unique(shift_b1)) > 1
-    places = []
-    for batch in found:
+    positions = []
+    for batch in result:
       check(batch, (5, window))
-      (place,) = set(np.nonzero(rolled_bn == batch["tokens"][:, :1])[1].tolist())
-      places.append(place)
-      real = min(window, length - 1 - place)
-      expected = rolled_bn[:, place : place + real + 1]
+      (position,) = set(np.nonzero(rolled_bn == batch["tokens"][:, :1])[1].tolist())
+      positions.append(position)
+      real = min(window, length - 1 - position)
+      expected = rolled_bn[:, position : position + real + 1]
       np.testing.assert_array_equal(batch["tokens"][:, :real], expected[:, :-1])
       np.testing.assert_array_equal(batch["targets"][:, :real], expected[:, 1:])
       np.testing.assert_array_equal(batch["weights"], np.tile(np.arange(window) < real, (5, 1)))
       assert not batch["tokens"][:, real:].any() and not batch["targets"][:, real:].any()
-    assert sorted(places) == list(range(0, length - 1, window))
+    assert sorted(positions) == list(range(0, length - 1, window))
 
 
 def orders_and_shifts(seed, num_epochs):
@@ -129,9 +131,9 @@ def orders_and_shifts(seed, num_epochs):
   batches = ShuffledWindows(np.arange(29), 1, 7, seed)
   orders, shifts = [], []
   for epoch in range(num_epochs):
-    found = [batches.batch(4 * epoch + i)["tokens"] for i in range(4)]
-    begin = (29 * 14 - sum(tokens.sum() for tokens in found) + 1) % 29
-    orders.append(tuple(int(tokens[0, 0] - begin) % 29 // 7 for tokens in found))
+    result = [batches.batch(4 * epoch + i)["tokens"] for i in range(4)]
+    begin = (29 * 14 - sum(tokens.sum() for tokens in result) + 1) % 29
+    orders.append(tuple(int(tokens[0, 0] - begin) % 29 // 7 for tokens in result))
     shifts.append(int(begin))
   return orders, shifts
 
@@ -149,13 +151,13 @@ def test_shifts_and_orders_are_of_the_seed_and_the_epoch():
   assert len(counts) == 29 and counts.min() >= 1 and counts.max() < 22
 
 
-KINDS = {
-  "rows": lambda tokens, **given: ContiguousRows(tokens, 6, 5, **given),
-  "random": lambda tokens, **given: RandomWindows(tokens, 6, 5, 11, **given),
-  "shuffled": lambda tokens, **given: ShuffledWindows(tokens, 6, 5, 11, **given),
-  "windows": lambda tokens, **given: EvaluationWindows(tokens, 5, 3, 6, 2, **given),
-  "documents": lambda tokens, documents, **given: EvaluationDocuments(
-    tokens, 5, 3, 6, documents, **given
+VARIANTS = {
+  "rows": lambda tokens, **options: ContiguousRows(tokens, 6, 5, **options),
+  "random": lambda tokens, **options: RandomWindows(tokens, 6, 5, 11, **options),
+  "shuffled": lambda tokens, **options: ShuffledWindows(tokens, 6, 5, 11, **options),
+  "windows": lambda tokens, **options: EvaluationWindows(tokens, 5, 3, 6, 2, **options),
+  "documents": lambda tokens, documents, **options: EvaluationDocuments(
+    tokens, 5, 3, 6, documents, **options
   ),
 }
 TRAINING = ["rows", "random", "shuffled"]
@@ -163,20 +165,23 @@ TRAINING = ["rows", "random", "shuffled"]
 BEGINS = np.array([0, 1, 2, 4, 30, 31, 37, 40, 60, 61, 70])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_boundaries_rows_of_a_host_and_mapped_files(tmp_path, kind):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_boundaries_rows_of_a_host_and_mapped_files(tmp_path, variant):
   # Tokens from 3 up, so that each tells its place; 2 stands before them.
   tokens = np.arange(3, 74, dtype=np.uint16)
   boundaries = np.random.default_rng(1).integers(0, 2, 71).astype(np.uint8)
   by_token = np.concatenate([[0, 0, 0], boundaries])
-  given = {} if kind == "windows" else {"documents": DocumentStarts(BEGINS, 2)}
-  batches, plain = KINDS[kind](tokens, boundaries=boundaries, **given), KINDS[kind](tokens, **given)
+  options = {} if variant == "windows" else {"documents": DocumentStarts(BEGINS, 2)}
+  batches, plain = (
+    VARIANTS[variant](tokens, boundaries=boundaries, **options),
+    VARIANTS[variant](tokens, **options),
+  )
   for array, name in ((tokens, "tokens"), (boundaries, "boundaries")):
     array.tofile(tmp_path / name)
-  mapped = KINDS[kind](
+  mapped = VARIANTS[variant](
     np.memmap(tmp_path / "tokens", np.uint16, "r"),
     boundaries=np.memmap(tmp_path / "boundaries", np.uint8, "r"),
-    **given,
+    **options,
   )
   for index in range(2):
     batch = batches.batch(index)
@@ -185,22 +190,25 @@ def test_boundaries_rows_of_a_host_and_mapped_files(tmp_path, kind):
     for rows in (slice(0, 2), slice(2, 6), slice(5, 6)):
       part = {name: array[rows] for name, array in batch.items()}
       np.testing.assert_equal(batches.batch(index, rows), part)
-    assert ("document_starts" in batch) == (kind != "windows")
+    assert ("document_starts" in batch) == (variant != "windows")
     batch = {name: batch[name] for name in batch if name != "document_starts"}
     check({name: batch[name] for name in DTYPES}, (6, 5))
     np.testing.assert_array_equal(batch["boundaries"], by_token[batch["tokens"]])
-    found = batch.pop("boundaries")
-    assert 0 < found.mean() < 1 and (found[batch["tokens"] == 0] == 0).all()
+    result = batch.pop("boundaries")
+    assert 0 < result.mean() < 1 and (result[batch["tokens"] == 0] == 0).all()
     np.testing.assert_equal(batch, {name: plain.batch(index)[name] for name in batch})
 
 
-@pytest.mark.parametrize("kind", TRAINING)
+@pytest.mark.parametrize("variant", TRAINING)
 @pytest.mark.parametrize("begins", [BEGINS, [0], np.arange(71)], ids=["some", "one", "all"])
-def test_documents_of_training(kind, begins):
+def test_documents_of_training(variant, begins):
   stream, boundaries = np.arange(20, 91), np.array([0, 1, 1])[np.arange(71) % 3]
   starts = DocumentStarts(np.array(begins), 5, start_boundary=2)
-  given = dict(boundaries=boundaries, pad_id=4)
-  joined, isolated = KINDS[kind](stream, **given), KINDS[kind](stream, documents=starts, **given)
+  options = dict(boundaries=boundaries, pad_id=4)
+  joined, isolated = (
+    VARIANTS[variant](stream, **options),
+    VARIANTS[variant](stream, documents=starts, **options),
+  )
   seen = set()
   assert joined.steps_per_epoch == isolated.steps_per_epoch
   for step in range(3 * joined.steps_per_epoch):
@@ -209,23 +217,25 @@ def test_documents_of_training(kind, begins):
     # What is predicted, and what counts, is the same.
     np.testing.assert_array_equal(batch["targets"], before["targets"])
     np.testing.assert_array_equal(batch["weights"], before["weights"])
-    place = batch["targets"] - 20
-    is_first = np.isin(place, begins) | (kind == "shuffled") & (place >= 0) & (place % 11 == 0)
+    position = batch["targets"] - 20
+    is_first = np.isin(position, begins) | (variant == "shuffled") & (position >= 0) & (
+      position % 11 == 0
+    )
     np.testing.assert_array_equal(batch["document_starts"][:, 1:], is_first[:, 1:])
     assert (batch["document_starts"][:, 0] == 1).all()
     np.testing.assert_array_equal(batch["tokens"], np.where(is_first, 5, before["tokens"]))
     expected = np.where(is_first, 2, before["boundaries"])
     np.testing.assert_array_equal(batch["boundaries"], expected)
-    seen |= {*place[is_first].tolist()}
-  if kind == "random":
+    seen |= {*position[is_first].tolist()}
+  if variant == "random":
     assert seen == {*begins} - {0}
 
 
-@pytest.mark.parametrize("kind", ["rows", "shuffled", "windows"])
-def test_padding(kind):
-  padded, expected = (KINDS[kind](np.arange(3, 80), pad_id=pad_id) for pad_id in (99, 0))
+@pytest.mark.parametrize("variant", ["rows", "shuffled", "windows"])
+def test_padding(variant):
+  padded, expected = (VARIANTS[variant](np.arange(3, 80), pad_id=pad_id) for pad_id in (99, 0))
   num_padded = 0
-  for index in range(len(padded) if kind == "windows" else padded.steps_per_epoch):
+  for index in range(len(padded) if variant == "windows" else padded.steps_per_epoch):
     batch, other = padded.batch(index), expected.batch(index)
     np.testing.assert_array_equal(batch["tokens"] == 99, other["tokens"] == 0)
     assert not batch["targets"][batch["tokens"] == 99].any()
@@ -238,7 +248,7 @@ def test_padding(kind):
   "make, message",
   [
     (
-      lambda: KINDS["rows"](np.arange(71), boundaries=np.zeros(70), documents=None),
+      lambda: VARIANTS["rows"](np.arange(71), boundaries=np.zeros(70), documents=None),
       "boundaries: expected one for each of the 71 tokens, got 70",
     ),
     (lambda: EvaluationWindows(np.arange(53), 7, 8, 3, 0), r"eval.stride: expected 1 \.\. 7 .*"),

@@ -119,20 +119,20 @@ def test_several_files_by_a_pattern(tmp_path, packing):
     (folder / f"{i}.jsonl{ending}").write_bytes(pack(as_json(part, "body")))
     (folder / f"{i}.txt{ending}").write_bytes(pack("".join(WHOLE[4 * i : 4 * i + 4]).encode()))
     write_parquet(folder / f"{i}.parquet", part, "body")
-  given = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
-  for kind in (f"jsonl{ending}", "parquet"):
+  kwargs = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
+  for variant in (f"jsonl{ending}", "parquet"):
     for _ in range(2):  # The second time, the text is there.
-      corpus = load_corpus(path=folder / f"*.{kind}", text_field="body", **given)
+      corpus = load_corpus(path=folder / f"*.{variant}", text_field="body", **kwargs)
       assert in_order(all_documents(corpus)) == WHOLE and corpus.name == "shards"
-  text = load_corpus(path=tmp_path / "**" / f"[0-9].txt{ending}", **given)
+  text = load_corpus(path=tmp_path / "**" / f"[0-9].txt{ending}", **kwargs)
   assert "".join("".join(x) for x in text.splits.values()) == "".join(WHOLE)
   (folder / f"1.jsonl{ending}").write_bytes(pack(as_json(TEXTS[:1], "body")))
-  corpus = load_corpus(path=folder / f"*.jsonl{ending}", text_field="body", **given)
+  corpus = load_corpus(path=folder / f"*.jsonl{ending}", text_field="body", **kwargs)
   assert in_order(all_documents(corpus)) == WHOLE[:4] + WHOLE[:1] + WHOLE[8:]
   with pytest.raises(UserError, match="^data.path: expected files that match a pattern, got none"):
-    load_corpus(path=folder / "*.csv", **given)
+    load_corpus(path=folder / "*.csv", **kwargs)
   with pytest.raises(UserError, match=r"^data.path: expected files of one type, got .jsonl, .parq"):
-    load_corpus(path=folder / "[0-9].*", **given)
+    load_corpus(path=folder / "[0-9].*", **kwargs)
 
 
 @pytest.mark.parametrize("damage", [lambda x: x[:-9], lambda x: x[:30] + b"\xff" * 9 + x[39:]])
@@ -148,9 +148,9 @@ def test_a_folder_of_files(tmp_path, packing):
   ending, pack = packing
   folder = tmp_path / "mine"
   for i, text in enumerate(TEXTS):
-    place = folder / ("b" if i > 6 else "a")
-    place.mkdir(parents=True, exist_ok=True)
-    (place / f"{i:02}.txt{ending}").write_bytes(pack(text.encode()))
+    location = folder / ("b" if i > 6 else "a")
+    location.mkdir(parents=True, exist_ok=True)
+    (location / f"{i:02}.txt{ending}").write_bytes(pack(text.encode()))
   (folder / "a" / "03x.txt").write_bytes(b"")  # empty: no document
   (folder / "README.md").write_bytes(b"no text")
   corpus = load_corpus(path=folder, isolate_documents=True, split_fractions=(0.6, 0.2, 0.2))

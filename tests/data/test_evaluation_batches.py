@@ -74,19 +74,19 @@ def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens(size):
   assert len(part) == -(-7 // size) and whole.share == 1
 
   def rows(windows):
-    found = [windows.batch(index) for index in range(len(windows))]
-    return {name: np.concatenate([x[name] for x in found]) for name in found[0]}
+    result = [windows.batch(index) for index in range(len(windows))]
+    return {name: np.concatenate([x[name] for x in result]) for name in result[0]}
 
-  known, found = rows(whole), rows(part)
-  np.testing.assert_equal(found, rows(again))
-  is_real = found["weights"].any(axis=1)
+  reference, result = rows(whole), rows(part)
+  np.testing.assert_equal(result, rows(again))
+  is_real = result["weights"].any(axis=1)
   assert is_real.sum() == 7 and is_real[:7].all()
-  chosen = [np.flatnonzero((known["targets"] == x).all(axis=1)) for x in found["targets"][:7]]
+  chosen = [np.flatnonzero((reference["targets"] == x).all(axis=1)) for x in result["targets"][:7]]
   chosen = np.concatenate(chosen)
   assert len(chosen) == 7 and (np.diff(chosen) > 0).all() and np.ptp(chosen) > 12
-  for name, array in found.items():
-    np.testing.assert_array_equal(array[:7], known[name][chosen])
-  assert part.share * 71 == pytest.approx(found["weights"].sum())
+  for name, array in result.items():
+    np.testing.assert_array_equal(array[:7], reference[name][chosen])
+  assert part.share * 71 == pytest.approx(result["weights"].sum())
 
 
 def test_more_tokens_than_there_are_is_all():
@@ -105,7 +105,7 @@ BOUNDARIES = np.array([0, 1, 1], np.uint8)[np.arange(LENGTH) % 3]
 
 def alone(window, stride):
   """The windows of each document by itself, as (tokens, targets, weights, boundaries)."""
-  found = []
+  result = []
   for begin, end in zip(BEGINS, [*BEGINS[1:], LENGTH], strict=True):
     windows = EvaluationWindows(
       STREAM[begin:end],
@@ -120,8 +120,8 @@ def alone(window, stride):
       batch = {name: rows[0] for name, rows in windows.batch(index).items()}
       real = batch["targets"] > 0
       names = ("tokens", "targets", "weights", "boundaries")
-      found.append([batch[name][real].tolist() for name in names])
-  return found
+      result.append([batch[name][real].tolist() for name in names])
+  return result
 
 
 @pytest.mark.parametrize("window, stride", [(11, 11), (11, 4), (11, 1), (5, 5), (1, 1), (97, 31)])
@@ -136,7 +136,7 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
     boundaries=BOUNDARIES,
     pad_id=PAD,
   )
-  expected, found, free = alone(window, stride), [], 0
+  expected, result, free = alone(window, stride), [], 0
   for index in range(len(batches)):
     batch = batches.batch(index)
     assert batch["tokens"].shape == (batch_size, window)
@@ -155,15 +155,15 @@ def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_siz
       if not size:
         continue
       # The first window of this row had no room in the row before.
-      assert not found or np.append(begins, size)[1] > free
+      assert not result or np.append(begins, size)[1] > free
       free = window - size
       names = ("tokens", "targets", "weights", "boundaries")
-      found += [
+      result += [
         [row[name][begin:end].tolist() for name in names]
         for begin, end in zip(begins, [*begins[1:], size], strict=True)
       ]
-  assert found == expected
-  counted = [np.array(targets)[np.array(weights) > 0] for _, targets, weights, _ in found]
+  assert result == expected
+  counted = [np.array(targets)[np.array(weights) > 0] for _, targets, weights, _ in result]
   assert np.concatenate(counted).tolist() == STREAM.tolist()
 
 

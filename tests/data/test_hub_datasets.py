@@ -136,8 +136,8 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_files_are_chosen_by_their_names(case):
   files, configs, config, split, expected = CHOICES[case]
-  found = choose_files("hf:me/tales", files, configs, config, split)
-  by_file = {file: split for split, files in found.items() for file in files}
+  result = choose_files("hf:me/tales", files, configs, config, split)
+  by_file = {file: split for split, files in result.items() for file in files}
   assert [by_file.get(file, "-") for file in files] == expected.split()
 
 

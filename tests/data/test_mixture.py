@@ -68,8 +68,8 @@ def test_a_batch_depends_on_the_step_alone():
   whole = [make().batch(step) for step in range(7)]
   again = make()
   for step in (5, 2, 6):
-    found = again.batch(step, slice(2, 7))
-    for key, rows in found.items():
+    result = again.batch(step, slice(2, 7))
+    for key, rows in result.items():
       np.testing.assert_array_equal(rows, whole[step][key][2:7])
 
 
@@ -123,10 +123,10 @@ def sources(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("sources")
-@pytest.mark.parametrize("kind", ["characters", "bpe"])
-def test_tokens_of_sources_follow_each_other(tmp_path, kind):
+@pytest.mark.parametrize("variant", ["characters", "bpe"])
+def test_tokens_of_sources_follow_each_other(tmp_path, variant):
   corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, 300))
+  tokens = tokenize(corpus, tmp_path / "tokens", variant, **helpers.vocabulary(variant, 300))
   alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
   for split, ids in tokens.splits.items():
     sizes = tokens.counts[split]["sources"]
@@ -143,8 +143,10 @@ def test_tokens_of_sources_follow_each_other(tmp_path, kind):
 @pytest.mark.usefixtures("sources")
 def test_documents_of_sources(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
-  given = dict(data_dir=tmp_path / "data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3))
-  corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **given)
+  arguments = dict(
+    data_dir=tmp_path / "data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3)
+  )
+  corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **arguments)
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
   begins, ids = tokens.documents["train"], tokens.splits["train"]
   documents = [tokens.tokenizer.decode(x) for x in np.split(ids, begins[1:])]
@@ -153,23 +155,26 @@ def test_documents_of_sources(tmp_path):
   with pytest.raises(
     UserError, match="^data.mixture: .*data.isolate_documents: expected False for one"
   ):
-    load_corpus(mixture="two.jsonl=1,one.txt=2", **given)
+    load_corpus(mixture="two.jsonl=1,one.txt=2", **arguments)
 
 
 @pytest.mark.usefixtures("sources")
 def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"body": "six"}\n' * 20)
   (tmp_path / "four.txt").write_text("one\n--\ntwo\n--\n" * 50)
-  given = dict(data_dir=tmp_path / "data", text_field="body")
-  corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **given)
+  arguments = dict(data_dir=tmp_path / "data", text_field="body")
+  corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **arguments)
   assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
   # Both settings, and each source has a use for one.
   corpus = load_corpus(
-    mixture="four.txt=1,three.jsonl=1", separator="--", isolate_documents=True, **given
+    mixture="four.txt=1,three.jsonl=1", separator="--", isolate_documents=True, **arguments
   )
   four, three = ([*x] for x in corpus.splits["train"].texts)
   assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}
-  for sources, setting in (("one.txt=1,four.txt=1", given), ("two.jsonl=1", {"separator": "--"})):
+  for sources, setting in (
+    ("one.txt=1,four.txt=1", arguments),
+    ("two.jsonl=1", {"separator": "--"}),
+  ):
     name = [*setting][-1]
     with pytest.raises(UserError, match=f"^data.{name}: expected .* unless data.path is of"):
       load_corpus(mixture=sources, **setting)

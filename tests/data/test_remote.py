@@ -96,13 +96,13 @@ def test_the_head_of_a_file(served, files, has_ranges):
 
 
 def test_a_manual_file_goes_first(served, files):
-  given = files.manual_dir / "t.zip"
-  given.parent.mkdir(parents=True)
-  given.write_bytes(CONTENT)
+  options = files.manual_dir / "t.zip"
+  options.parent.mkdir(parents=True)
+  options.write_bytes(CONTENT)
   for settings in ({}, {"checksum": SHA256}, {"head_bytes": 100}):
-    assert get(served, files, **settings) == given
-  given.write_bytes(b"other")
-  with pytest.raises(UserError, match=f"{given}: expected sha256.* or remove it"):
+    assert get(served, files, **settings) == options
+  options.write_bytes(b"other")
+  with pytest.raises(UserError, match=f"{options}: expected sha256.* or remove it"):
     get(served, files, checksum=SHA256)
   assert served.asked == []
 
@@ -121,8 +121,8 @@ class SmallTextForTests(tfds.core.GeneratorBasedBuilder):
   BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in ("whole", "train", "image")]
 
   def _info(self):
-    kinds = {"image": "label"}
-    name = kinds.get(self.builder_config.name, "text")
+    variants = {"image": "label"}
+    name = variants.get(self.builder_config.name, "text")
     features = tfds.features.FeaturesDict({name: tfds.features.Text()})
     return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 

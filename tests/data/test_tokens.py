@@ -48,11 +48,11 @@ def corpus(tmp_path):
 
 @pytest.mark.parametrize("chunk_bytes", [11, 2**20])
 @pytest.mark.parametrize(
-  "kind, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
+  "variant, size", [("characters", 0), ("bytes", 0), ("bpe", 263), ("sentencepiece_bpe", 283)]
 )
-def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind, size):
+def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, variant, size):
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, **helpers.vocabulary(kind, size))
+  tokens = tokenize(corpus, tmp_path / "tokens", variant, **helpers.vocabulary(variant, size))
   again = open_tokens(tmp_path / "tokens")
   again.check()
   assert again.counts == tokens.counts and again.name == tokens.name == "texts"
@@ -71,11 +71,11 @@ def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes
     }
 
 
-@pytest.mark.parametrize("kind, size", [("bpe", 290), ("sentencepiece_unigram", 278)])
-def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, kind, size):
+@pytest.mark.parametrize("variant, size", [("bpe", 290), ("sentencepiece_unigram", 278)])
+def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, variant, size):
   text = "one two\n\nthree\n  four\n\n\n five \u00e9\n\u00e9\n\u2003six\n" * 23
   (tmp_path / "a.txt").write_bytes(text.encode())
-  encoder = Encoder(train_tokenizer(kind, [text], **helpers.vocabulary(kind, size)))
+  encoder = Encoder(train_tokenizer(variant, [text], **helpers.vocabulary(variant, size)))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53):
     monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
@@ -104,7 +104,7 @@ def test_the_dtype_holds_the_largest_id(tmp_path, monkeypatch, corpus, extra, dt
     def to_json(self):
       return '{"format": 1, "name": "bytes"}'
 
-  monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda kind, text: Wide())
+  monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda variant, text: Wide())
   tokens = tokenize(corpus, tmp_path / "tokens", "characters")
   assert tokens.splits["test"].dtype == dtype
   assert set(tokens.splits["test"].tolist()) == {2**16 + extra - 1}
@@ -137,7 +137,7 @@ def test_a_long_name_is_cut(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-  "texts, kind, message",
+  "texts, variant, message",
   [
     ({"train": b"one\ncaf\xe9"}, "characters", "^data.path: .*offset 7 of .*train.txt"),
     ({"train": b"one\ncaf\xe9"}, "sentencepiece_bpe", "^data.path: .*offset 7 of .*train.txt"),
@@ -146,15 +146,15 @@ def test_a_long_name_is_cut(tmp_path, name):
     ({"valid": b"   "}, "wordpiece", "^data.path: .*none in the valid split"),
   ],
 )
-def test_texts_that_cannot_be_tokenized(tmp_path, monkeypatch, corpus, texts, kind, message):
+def test_texts_that_cannot_be_tokenized(tmp_path, monkeypatch, corpus, texts, variant, message):
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", 5)
   for split, content in texts.items():
     (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   (tmp_path / "vocab.txt").write_text("[UNK]\none\n")
   wordpiece = {"file": str(tmp_path / "vocab.txt")}
-  settings = wordpiece if kind == "wordpiece" else helpers.vocabulary(kind, 300)
+  settings = wordpiece if variant == "wordpiece" else helpers.vocabulary(variant, 300)
   with pytest.raises(UserError, match=message):
-    tokenize(load_corpus(path=tmp_path / "texts"), tmp_path / "tokens", kind, **settings)
+    tokenize(load_corpus(path=tmp_path / "texts"), tmp_path / "tokens", variant, **settings)
   assert not (tmp_path / "tokens").exists()
 
 
@@ -198,51 +198,51 @@ def test_a_damaged_record(made, change, message):
 def test_a_changed_file_is_found_when_it_is_checked(made, name):
   content = bytearray((made / name).read_bytes())
   split, *_ = name.split(".")
-  for place in (0, -2):  # An id, or a boundary, becomes another one that is valid.
-    content[place] ^= 1
+  for position in (0, -2):  # An id, or a boundary, becomes another one that is valid.
+    content[position] ^= 1
     (made / name).write_bytes(content)
     tokens = open_tokens(made)
     for splits in ((), (split,)):
       with pytest.raises(UserError, match=f"^{made / name}: .* changed; .* remove {made}, "):
         tokens.check(*splits)
     tokens.check(*TEXTS.keys() - {split})
-    content[place] ^= 1
+    content[position] ^= 1
   (made / name).write_bytes(content)
   open_tokens(made).check()
 
 
 @pytest.mark.parametrize("chunk_bytes", [17, 2**20])
-@pytest.mark.parametrize("kind", ["characters", "bytes"])
-def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, kind):
+@pytest.mark.parametrize("variant", ["characters", "bytes"])
+def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_bytes, variant):
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
-  tokens = tokenize(corpus, tmp_path / "tokens", kind, boundaries=UNIGRAM)
+  tokens = tokenize(corpus, tmp_path / "tokens", variant, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
   assert again.fitted == tokens.fitted == model
   for split, text in TEXTS.items():
-    found = tokens.boundaries[split]
-    assert isinstance(found, np.memmap) and found.dtype == np.uint8
-    np.testing.assert_array_equal(found, unigram.of_tokens(text, tokens.tokenizer))
-    np.testing.assert_array_equal(found, again.boundaries[split])
+    actual = tokens.boundaries[split]
+    assert isinstance(actual, np.memmap) and actual.dtype == np.uint8
+    np.testing.assert_array_equal(actual, unigram.of_tokens(text, tokens.tokenizer))
+    np.testing.assert_array_equal(actual, again.boundaries[split])
     spaces = np.isin(tokens.splits[split], tokens.tokenizer.space_ids)
-    assert found[spaces].all() and spaces.sum() == text.count(" ") + text.count("\n")
+    assert actual[spaces].all() and spaces.sum() == text.count(" ") + text.count("\n")
   np.testing.assert_array_equal(again.segment(TEXTS["valid"]), tokens.boundaries["valid"])
   assert 0.1 < tokens.segment("onetwothree").mean() < 1
 
 
 @pytest.mark.parametrize(
-  "kind, boundaries, message",
+  "variant, boundaries, message",
   [
     ("bytes", Unigram(1, file="none.model").text_boundaries, "model.boundaries.file: .*none.model"),
     ("bytes", Unigram(1, size=1000).text_boundaries, "model.boundaries.size: expected at most "),
     ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes with .*, got bpe"),
   ],
 )
-def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus, kind, boundaries, message):
-  if kind == "bpe":  # before anything is learned
+def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus, variant, boundaries, message):
+  if variant == "bpe":  # before anything is learned
     monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda *_, **__: 1 / 0)
   with pytest.raises(UserError, match=f"^{message}"):
-    tokenize(corpus, tmp_path / "tokens", kind, boundaries=boundaries)
+    tokenize(corpus, tmp_path / "tokens", variant, boundaries=boundaries)
   assert not (tmp_path / "tokens").exists()
 
 
@@ -282,19 +282,19 @@ def write_records(path, texts):
 
 
 @pytest.mark.parametrize(
-  "kind, size, chunk_bytes",
+  "variant, size, chunk_bytes",
   [
     *(("characters", 0, 7), ("bytes", 0, 2**20), ("bpe", 270, 29)),
     *(("sentencepiece_bpe", 290, 29), ("wordpiece", 67, 29)),
   ],
 )
-def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, kind, size, chunk_bytes):
+def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, variant, size, chunk_bytes):
   folder = tmp_path / "texts"
   folder.mkdir()
   texts = {"train": DOCUMENTS * 7, "valid": DOCUMENTS[3:], "test": DOCUMENTS[:4]}
   for split, content in texts.items():
     write_records(folder / f"{split}.jsonl", content)
-  tokenizer = train_tokenizer(kind, DOCUMENTS * 7, **helpers.vocabulary(kind, size))
+  tokenizer = train_tokenizer(variant, DOCUMENTS * 7, **helpers.vocabulary(variant, size))
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
   data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
@@ -379,18 +379,18 @@ def stop_after(monkeypatch, number, encoded, error=KeyboardInterrupt):
 
 
 @pytest.mark.parametrize(
-  "kind, boundaries",
+  "variant, boundaries",
   [("bpe", None), ("characters", Unigram(1, size=27).text_boundaries)],
   ids=["bpe", "unigram"],
 )
 def test_it_resumes_where_it_was_stopped(
-  tmp_path, records, small_shards, monkeypatch, kind, boundaries
+  tmp_path, records, small_shards, monkeypatch, variant, boundaries
 ):
-  options = dict(boundaries=boundaries, **helpers.vocabulary(kind, 300))
+  options = dict(boundaries=boundaries, **helpers.vocabulary(variant, 300))
   all_parts = []
   with monkeypatch.context() as patch:
     stop_after(patch, 10**6, all_parts)
-    tokenize(records, tmp_path / "once", kind, **options)
+    tokenize(records, tmp_path / "once", variant, **options)
   train = tokens_lib._train
   for i in range(50):  # Any two runs are stopped in other shards.
     with monkeypatch.context() as patch:
@@ -398,7 +398,7 @@ def test_it_resumes_where_it_was_stopped(
       # The vocabulary is kept, too.
       patch.setattr(tokens_lib, "_train", train if i == 0 else lambda *_: 1 / 0)
       with contextlib.suppress(KeyboardInterrupt):
-        tokenize(records, tmp_path / "parts", kind, **options)
+        tokenize(records, tmp_path / "parts", variant, **options)
         break
     assert [*(tmp_path / "parts.shards").glob("*.npz")] and not (tmp_path / "parts").exists()
   assert 5 < i < 49 and len(all_parts) > 300

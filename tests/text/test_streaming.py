@@ -72,11 +72,13 @@ def metaspace():
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
   folder = tmp_path_factory.mktemp("models")
-  options = {kind: {"vocab_size": SIZES[kind]} if kind in SIZES else {} for kind in TOKENIZERS}
-  found = {kind: train_tokenizer(kind, LINES, **options[kind]) for kind in TOKENIZERS}
-  found |= {name: foreign_sentencepiece(folder, lost=lost) for name, lost in FOREIGN.items()}
-  found |= {name: BytePairs(family(name)) for name in FAMILIES}
-  return found | {"across characters": bpe_across_characters(), "metaspace": metaspace()}
+  options = {
+    variant: {"vocab_size": SIZES[variant]} if variant in SIZES else {} for variant in TOKENIZERS
+  }
+  result = {variant: train_tokenizer(variant, LINES, **options[variant]) for variant in TOKENIZERS}
+  result |= {name: foreign_sentencepiece(folder, lost=lost) for name, lost in FOREIGN.items()}
+  result |= {name: BytePairs(family(name)) for name in FAMILIES}
+  return result | {"across characters": bpe_across_characters(), "metaspace": metaspace()}
 
 
 def streamed(tokenizer, parts) -> str:
@@ -115,13 +117,13 @@ def test_the_parts_are_the_decoded_text(tokenizers, name):
 def test_text_comes_with_its_tokens(tokenizers, name):
   tokenizer, stream = tokenizers[name], TextStream(tokenizers[name])
   ids = tokenizer.encode(9 * TEXTS[0])
-  given = ""
+  arguments = ""
   for n, i in enumerate(ids.tolist(), 1):
-    given += stream.push([i])
+    arguments += stream.push([i])
     # All that is not half a character, at once.
     decoded = tokenizer.decode(ids[:n])
-    assert decoded.startswith(given)
-    assert not decoded[len(given) :].strip("\ufffd") and len(decoded) - len(given) <= 3
+    assert decoded.startswith(arguments)
+    assert not decoded[len(arguments) :].strip("\ufffd") and len(decoded) - len(arguments) <= 3
 
 
 def test_half_a_character_waits(tokenizers):
@@ -208,8 +210,8 @@ def test_a_text_goes_on_from_its_prompt(tokenizers, name):
       is_word_end = expected[len(prompt) :].startswith(" ")
       for before in [prompt, prompt + " "][: 1 + (loses_space and is_word_end)]:
         stream = TextStream(tokenizer, before)
-        found = [*map(stream.push, ids[cut:, None]), stream.finish()]
-        assert before + "".join(found) == expected
+        result = [*map(stream.push, ids[cut:, None]), stream.finish()]
+        assert before + "".join(result) == expected
   assert count > 15 and loses_space == (name in ("wordpiece", "lost"))
   # Without a prompt, a text begins; as it does after its end.
   assert stream.push(ids) + stream.finish() == expected == streamed(tokenizer, [ids])

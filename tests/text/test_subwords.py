@@ -17,30 +17,30 @@ from dpjax.text.factory import tokenizer_from_json, train_tokenizer
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
-def test_texts_of_sentencepiece(kind):
+@pytest.mark.parametrize("variant", ["sentencepiece_unigram", "sentencepiece_bpe"])
+def test_texts_of_sentencepiece(variant):
   for size, message in ((5000, r"expected at most \d+ "), (67, r"expected at least \d+ ")):
     with pytest.raises(ValueError, match=f"^data.tokenizer.vocab_size: {message}"):
-      train_tokenizer(kind, LINES, vocab_size=size)
+      train_tokenizer(variant, LINES, vocab_size=size)
   with pytest.raises(ValueError, match="^data.path: expected a text"):
-    train_tokenizer(kind, ["\n", "\n\n"], vocab_size=300)
+    train_tokenizer(variant, ["\n", "\n\n"], vocab_size=300)
   with pytest.raises(ValueError, match="data.tokenizer.vocab_size: expected at least 257"):
     train_tokenizer("bpe", LINES, vocab_size=67)
   # One long line is learned from: SentencePiece itself drops lines above its limit.
   text = 1000 * "the cat sat on the mat and the dog on the log "
-  tokenizer = train_tokenizer(kind, [text], vocab_size=275)
+  tokenizer = train_tokenizer(variant, [text], vocab_size=275)
   ids = tokenizer.encode(text)
   assert len(ids) < len(text) and tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "sentencepiece_bpe"])
+@pytest.mark.parametrize("variant", ["sentencepiece_unigram", "sentencepiece_bpe"])
 @pytest.mark.parametrize(
   "line", ["今天天气很好。我们去公园玩。\n", "ACGTTGCAACCGGTTAGGCATTACCAGATACAGGGTT\n"]
 )
 @pytest.mark.parametrize("spaces", [0, 1])  # SentencePiece by itself takes no rare characters.
-def test_sentencepiece_of_a_text_without_spaces_is_lossless(kind, line, spaces):
+def test_sentencepiece_of_a_text_without_spaces_is_lossless(variant, line, spaces):
   lines = [*[line] * 300, *["a b\n"] * spaces]
-  tokenizer = train_tokenizer(kind, lines, vocab_size=273)
+  tokenizer = train_tokenizer(variant, lines, vocab_size=273)
   text = "今天 很好\n  AC\u2581GT \n"
   assert tokenizer.lossless and tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -40,8 +40,8 @@ def test_clean_cuts_are_those_that_change_no_subword():
   bpe = train_tokenizer("bpe", [text * 3, "\n\n\n\n" * 9], vocab_size=275)
   whole = bpe.encode(text * 2).tolist()
   clean = 0
-  for place in range(1, len(text)):
-    before, after = text[:place], text[place:]
+  for position in range(1, len(text)):
+    before, after = text[:position], text[position:]
     if tokenizer.rate_cut(before, after):
       assert before.endswith("\n")
       parts = bpe.encode(before).tolist() + bpe.encode(after + text).tolist()
@@ -54,26 +54,26 @@ def test_clean_cuts_are_those_that_change_no_subword():
     assert tokenizer.rate_cut(before, after) == 0
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece_unigram", "wordpiece", "characters"])
-def test_a_pair_has_the_ids_of_the_whole_text(kind, tmp_path):
+@pytest.mark.parametrize("name", ["sentencepiece_unigram", "wordpiece", "characters"])
+def test_a_pair_has_the_ids_of_the_whole_text(name, tmp_path):
   """The context is the longest common prefix of the whole's ids and of its own."""
   draw = np.random.default_rng(11)
   lines = [" ".join(draw.choice(helpers.WORDS[:5], size=9)) for _ in range(90)]
-  spans, file = kind == "sentencepiece_unigram", ""
+  spans, file = name == "sentencepiece_unigram", ""
   if spans:  # Pieces may have several words.
     settings = dict(split_by_whitespace=False, vocab_size=97)
     file = train_sentencepiece(tmp_path / "spanning.model", lines, **settings)
-  known = train_tokenizer(kind, lines, file=file, **helpers.vocabulary(kind, 31))
+  expected = train_tokenizer(name, lines, file=file, **helpers.vocabulary(name, 31))
   others = 0
   for line in lines:
-    place = int(draw.integers(len(line)))
-    context, rest = line[:place], line[place:]
-    ids, of_rest = known.encode_pair(context, rest)
-    whole, alone = known.encode(line), known.encode(context)
+    position = int(draw.integers(len(line)))
+    context, rest = line[:position], line[position:]
+    ids, of_rest = expected.encode_pair(context, rest)
+    whole, alone = expected.encode(line), expected.encode(context)
     assert np.concatenate([ids, of_rest]).tolist() == whole.tolist()
     assert ids.tolist() == alone[: len(ids)].tolist()
     ends = len(ids) in (len(whole), len(alone))
     assert ends or whole[len(ids)] != alone[len(ids)]
     others += len(ids) < len(alone)
   # Where pieces span the border, the context alone has other ids.
-  assert others > 40 if spans else others == 0 or kind == "wordpiece"
+  assert others > 40 if spans else others == 0 or name == "wordpiece"

@@ -31,7 +31,7 @@ LINES = [
 ]
 TEXT = "".join(LINES)
 SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101, "bpe": 293}
-LOSSLESS = [kind for kind in TOKENIZERS if kind != "wordpiece"]
+LOSSLESS = [variant for variant in TOKENIZERS if variant != "wordpiece"]
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def tokenizers():
   }
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_ids(tokenizers, kind):
-  tokenizer = tokenizers[kind]
+@pytest.mark.parametrize("variant", TOKENIZERS)
+def test_ids(tokenizers, variant):
+  tokenizer = tokenizers[variant]
   ids = tokenizer.encode(TEXT)
-  assert tokenizer.name == kind
+  assert tokenizer.name == variant
   assert ids.dtype == np.int32 and ids.ndim == 1
-  assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size <= SUBWORDS.get(kind, 256)
+  assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size <= SUBWORDS.get(variant, 256)
   assert tokenizer.encode("").shape == (0,) and tokenizer.decode([]) == ""
   # Parts that end with lines give the same ids; BPE may join blank lines.
   lines = [line for line in LINES if not line.isspace()]
@@ -59,39 +59,39 @@ def test_ids(tokenizers, kind):
   assert tokenizer.decode([tokenizer.start_id]) == "\n"
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
-def test_lossless(tokenizers, kind):
-  tokenizer = tokenizers[kind]
+@pytest.mark.parametrize("variant", LOSSLESS)
+def test_lossless(tokenizers, variant):
+  tokenizer = tokenizers[variant]
   unseen = "\u05e9\u05dc\u05d5\u05dd \u4e2d\u6587 \N{SNOWMAN}\0\n"
   assert tokenizer.lossless
   for text in (TEXT, *LINES, " ", "  ", "\n", "\n\n\n", " \n ", "\r", "\u2581", unseen):
-    if kind != "characters" or set(text) <= set(TEXT):
+    if variant != "characters" or set(text) <= set(TEXT):
       assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_json_holds_all_of_it(tokenizers, kind):
-  tokenizer = tokenizers[kind]
+@pytest.mark.parametrize("variant", TOKENIZERS)
+def test_json_holds_all_of_it(tokenizers, variant):
+  tokenizer = tokenizers[variant]
   text = tokenizer.to_json()
   again = tokenizer_from_json(text)
-  assert json.loads(text)["format"] == 1 and json.loads(text)["name"] == kind
+  assert json.loads(text)["format"] == 1 and json.loads(text)["name"] == variant
   assert again.to_json() == text
   for name in ("name", "vocab_size", "start_id", "lossless"):
     assert getattr(again, name) == getattr(tokenizer, name)
   ids = tokenizer.encode(TEXT)
   np.testing.assert_array_equal(again.encode(TEXT), ids)
   assert again.decode(ids) == tokenizer.decode(ids)
-  twice = train_tokenizer(kind, [TEXT], **helpers.vocabulary(kind, SUBWORDS.get(kind, 0)))
+  twice = train_tokenizer(variant, [TEXT], **helpers.vocabulary(variant, SUBWORDS.get(variant, 0)))
   assert twice.to_json() == text
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_which_ids_hold_their_text(tokenizers, kind):
-  tokenizer = tokenizers[kind]
-  assert tokenizer.keeps_text(tokenizer.encode(TEXT)) == (kind != "wordpiece")
+@pytest.mark.parametrize("variant", TOKENIZERS)
+def test_which_ids_hold_their_text(tokenizers, variant):
+  tokenizer = tokenizers[variant]
+  assert tokenizer.keeps_text(tokenizer.encode(TEXT)) == (variant != "wordpiece")
   # Of the kinds here, "characters" alone has no id for it.
   unseen = tokenizer.encode("the \N{SNOWMAN}")
-  assert tokenizer.keeps_text(unseen) == (kind not in ("characters", "wordpiece"))
+  assert tokenizer.keeps_text(unseen) == (variant not in ("characters", "wordpiece"))
   with pytest.raises(UserError, match="^text: expected Unicode .* surrogate at index 4$"):
     tokenizer.encode("the\n\udfff cat")
 
@@ -111,16 +111,16 @@ def test_bytes_are_those_of_utf_8():
 
 
 def test_spaces_are_the_space_and_the_line_end(tokenizers):
-  for kind, tokenizer in tokenizers.items():
-    known = kind in CHARACTER_TOKENIZERS
-    assert list(tokenizer.space_ids) == (tokenizer.encode(" \n").tolist() if known else [])
+  for variant, tokenizer in tokenizers.items():
+    reference = variant in CHARACTER_TOKENIZERS
+    assert list(tokenizer.space_ids) == (tokenizer.encode(" \n").tolist() if reference else [])
   for text, ids in (("to be", (0,)), ("to\nbe", (0,)), ("tobe", ())):
     assert train_tokenizer("characters", [text]).space_ids == ids
 
 
-@pytest.mark.parametrize("kind", CHARACTER_TOKENIZERS)
-def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
-  tokenizer = tokenizers[kind]
+@pytest.mark.parametrize("variant", CHARACTER_TOKENIZERS)
+def test_places_of_the_last_tokens_of_characters(tokenizers, variant):
+  tokenizer = tokenizers[variant]
   assert tokenizer.character_ends("").tolist() == []
   expected = [len(tokenizer.encode(TEXT[: end + 1])) - 1 for end in range(200)]
   assert tokenizer.character_ends(TEXT[:200]).tolist() == expected
@@ -130,7 +130,7 @@ def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
 
 
 @pytest.mark.parametrize(
-  "kind, settings, message",
+  "variant, settings, message",
   [
     ("wordpieces", {}, "tokenizer: .*bytes, .*got wordpieces"),
     ("characters", dict(file="vocabulary.txt"), "tokenizer.file: expected none"),
@@ -139,19 +139,19 @@ def test_places_of_the_last_tokens_of_characters(tokenizers, kind):
     *((x, dict(vocab_size=0), r"tokenizer.vocab_size: .* at least \d") for x in SUBWORDS),
   ],
 )
-def test_wrong_settings(kind, settings, message):
+def test_wrong_settings(variant, settings, message):
   with pytest.raises(UserError, match=f"^data.{message}"):
-    train_tokenizer(kind, LINES, **settings)
+    train_tokenizer(variant, LINES, **settings)
 
 
-@pytest.mark.parametrize("kind", SUBWORDS)
+@pytest.mark.parametrize("variant", SUBWORDS)
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\0 no vocabulary", b"[]", b"[" * 10**5])
-def test_file_that_is_no_vocabulary(tmp_path, kind, content):
-  file = tmp_path / {"bpe": "tokenizer.json"}.get(kind, "vocabulary")
+def test_file_that_is_no_vocabulary(tmp_path, variant, content):
+  file = tmp_path / {"bpe": "tokenizer.json"}.get(variant, "vocabulary")
   if content is not None:
     file.write_bytes(content)
   with pytest.raises(UserError, match=f"^data.tokenizer.file: expected .*{file}"):
-    train_tokenizer(kind, [TEXT], file=str(file))
+    train_tokenizer(variant, [TEXT], file=str(file))
 
 
 @pytest.mark.parametrize(
@@ -180,16 +180,16 @@ def test_damaged_json(text, reason):
 def test_spacelike_tokens_are_those_of_the_bytes():
   """SpaceByte's rule over characters is that over their bytes."""
   text = "def f(x): return 'na\u00efve' \u05e9\u05dc\u05d5\u05dd, 3 \u2014 \u00bf 4\n\n"
-  found = {}
+  result = {}
   for tokenizer in (train_tokenizer("characters", [text]), train_tokenizer("bytes", [])):
     ids = SpaceByte().resolve(tokenizer)
     tokens = tokenizer.encode(text)
     b = np.asarray(spacelike_boundaries(tokens[None], **ids))[0]
-    found[tokenizer.name] = b
+    result[tokenizer.name] = b
     assert SpaceByte(**ids).count_segments(tokens[None]) == b.sum()
     assert SpaceByte(space_ids=(4,)).resolve(tokenizer)["space_ids"] == (4,)
   x = np.frombuffer(text.encode(), np.uint8)
   is_word = np.array([chr(c).isalnum() and c < 128 or 128 <= c < 192 for c in x])
-  np.testing.assert_array_equal(found["bytes"], ~is_word & np.append(True, is_word[:-1]))
+  np.testing.assert_array_equal(result["bytes"], ~is_word & np.append(True, is_word[:-1]))
   # A character has a boundary where its first byte has one.
-  np.testing.assert_array_equal(found["characters"], found["bytes"][(x & 0xC0) != 0x80])
+  np.testing.assert_array_equal(result["characters"], result["bytes"][(x & 0xC0) != 0x80])

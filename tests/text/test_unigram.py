@@ -47,16 +47,16 @@ class Processor:
 
 
 def cut_as(model, pieces):
-  found = UnigramBoundaries(model)
-  found._processor = Processor(pieces)
-  return found
+  result = UnigramBoundaries(model)
+  result._processor = Processor(pieces)
+  return result
 
 
 def test_by_example(model):
   pieces = {"abc": ["\u2581ab", "c"], "cba": ["\u2581", "c", "ba"], "c": ["\u2581c"]}
-  found = cut_as(model, pieces)("abc cba  abc\nc")
-  assert found.tolist() == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0]
-  assert found.dtype == np.uint8
+  result = cut_as(model, pieces)("abc cba  abc\nc")
+  assert result.tolist() == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0]
+  assert result.dtype == np.uint8
 
 
 @pytest.mark.parametrize("size", ["5000", "200"])
@@ -65,12 +65,12 @@ def test_boundaries_are_the_authors(model, group, size):
   golden = json.loads(GOLDEN.read_text())["groups"][group]
   recorded = zip(golden["texts"], golden["pieces"][size], golden["positions"][size], strict=True)
   for text, pieces, positions in recorded:
-    found = cut_as(model, dict(zip(text.split(" "), pieces, strict=True)))(text)
+    result = cut_as(model, dict(zip(text.split(" "), pieces, strict=True)))(text)
     # Theirs stand one character late within the first word.
     first = text.index(" ")
-    expected = [place - (place < first) for place in positions]
-    assert np.flatnonzero(found).tolist() == expected
-    assert len(found) == len(text)
+    expected = [offset - (offset < first) for offset in positions]
+    assert np.flatnonzero(result).tolist() == expected
+    assert len(result) == len(text)
 
 
 def test_pieces_of_each_word_by_itself(unigram):
@@ -79,10 +79,10 @@ def test_pieces_of_each_word_by_itself(unigram):
     pieces = unigram._processor.encode(word, out_type=str)
     assert "".join(pieces) == "\u2581" * bool(word) + word
     ends = np.cumsum([len(piece) for piece in pieces], dtype=int) - 2  # the mark, and 0
-    expected += [int(place in ends[:-1]) for place in range(len(word))] + [1]
-  found = unigram(TEXT)
-  np.testing.assert_array_equal(found, expected[:-1])
-  assert found.sum() > TEXT.count(" ") + TEXT.count("\n") + 20
+    expected += [int(offset in ends[:-1]) for offset in range(len(word))] + [1]
+  result = unigram(TEXT)
+  np.testing.assert_array_equal(result, expected[:-1])
+  assert result.sum() > TEXT.count(" ") + TEXT.count("\n") + 20
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
 
@@ -93,25 +93,25 @@ def test_words_that_change_in_length_are_one_piece(model):
     "\u2581": [],
     "The": ["\u2581th", "e"],
   }
-  found = cut_as(model, pieces)("caf\u00e9 \ufb01ne \u2581 The")
-  assert "".join(map(str, found)) == "0000" + "1" + "000" + "1" + "0" + "1" + "010"
+  result = cut_as(model, pieces)("caf\u00e9 \ufb01ne \u2581 The")
+  assert "".join(map(str, result)) == "0000" + "1" + "000" + "1" + "0" + "1" + "010"
 
 
 def test_long_words_are_cut_in_parts(unigram, monkeypatch):
   monkeypatch.setattr("dpjax.text.unigram._MAX_WORD", 8)
-  found = unigram("walking walkingstalkedup")
+  result = unigram("walking walkingstalkedup")
   parts = [unigram(part) for part in ("walking", "walkings", "talkedup")]
-  np.testing.assert_array_equal(found, [*parts[0], 1, *parts[1][:-1], 1, *parts[2]])
+  np.testing.assert_array_equal(result, [*parts[0], 1, *parts[1][:-1], 1, *parts[2]])
 
 
 def test_tokens_of_characters(unigram):
   text = "working caf\u00e9\u0434\u043e\n\ufb01ne"
-  found = unigram(text)
+  result = unigram(text)
   characters = train_tokenizer("characters", [TEXT])
-  np.testing.assert_array_equal(unigram.of_tokens(text, characters), found)
+  np.testing.assert_array_equal(unigram.of_tokens(text, characters), result)
   sizes = [len(character.encode()) for character in text]
   expected = [
-    b for one, size in zip(found, sizes, strict=True) for b in [0] * (size - 1) + [int(one)]
+    b for one, size in zip(result, sizes, strict=True) for b in [0] * (size - 1) + [int(one)]
   ]
   in_bytes = unigram.of_tokens(text, train_tokenizer("bytes", []))
   assert in_bytes.dtype == np.uint8 and in_bytes.tolist() == expected
