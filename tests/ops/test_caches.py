@@ -158,9 +158,9 @@ def test_chunks_of_rows_of_different_lengths_are_the_whole(case):
 
 def test_an_inf_of_a_cache_does_not_reach_the_padding():
   values, gates = jnp.full((1, 2, 1, 3), jnp.inf), jnp.full((1, 2, 1, 3), 0.5)
-  cache = ops.init_shift_and_sum_cache(1, 1, 3, 3)
-  _, cache = ops.shift_and_sum_cached(values, gates, cache)
-  outputs, _ = ops.shift_and_sum_cached(values, gates, cache, lengths=jnp.asarray([1]))
+  cache, step = ops.init_shift_and_sum_cache(1, 1, 3, 3), jax.jit(ops.shift_and_sum_cached)
+  _, cache = step(values, gates, cache)
+  outputs, _ = step(values, gates, cache, lengths=jnp.asarray([1]))
   assert np.isinf(outputs[:, 0]).all()
   np.testing.assert_array_equal(outputs[:, 1], 0)
 
