@@ -143,7 +143,7 @@ def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
   actual = jax.jit(run)(*placed)
   assert_close(actual, expected)
   results = [actual[0]]
-  if name in ("shift_and_sum recompute", "local attention 4", "causal_convolution fft 1"):
+  if name in ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1"):
     results.append(operator(*placed[: len(by_rows)], *shared))  # Shared: on one device.
     with jax.set_mesh(mesh):
       results.append(operator(*placed[: len(by_rows)], *shared))

@@ -120,6 +120,7 @@ def temporary_bytes(length, implementation):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_recompute_needs_memory_for_one_level():
   short, long = (temporary_bytes(length, "recompute") for length in (1024, 8192))
   assert short <= 0.4 * temporary_bytes(1024, "unrolled")
