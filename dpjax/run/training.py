@@ -180,12 +180,12 @@ def make_step_spec(
     optimizer,
     losses.Objective(build.build_boundaries(config.model)),
     grad_accum_steps=settings.grad_accum_steps,
-    parameters=settings.param_sharding,
+    param_sharding=settings.param_sharding,
     capacity=build.batch_capacity(config.model),
     seed=config.seed,
     ema_decay=settings.ema_decay,
     learning_rate=rate,
-    products=settings.matmul_dtype,
+    matmul_dtype=settings.matmul_dtype,
   )
 
 
@@ -200,7 +200,7 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
 
   shapes = jax.eval_shape(init)
   opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
-  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.parameters)
+  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.param_sharding)
   if config.data.documents == "isolated":
     try:
       mixer.check_takes_starts(run.model)
@@ -210,12 +210,12 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
   return shapes
 
 
-def _check_memory(state: Any, parameters: str) -> None:
+def _check_memory(state: Any, param_sharding: str) -> None:
   """A `UserError` if a state exceeds the memory of a CPU, where XLA may never return."""
   memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
-  copies = jax.local_device_count() / (jax.device_count() if parameters == "fsdp" else 1)
+  copies = jax.local_device_count() / (jax.device_count() if param_sharding == "fsdp" else 1)
   required = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
   if required > memory:
     raise UserError(
