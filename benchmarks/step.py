@@ -108,7 +108,7 @@ def serve_jax(settings: Mapping) -> None:
   abstract = training.abstract_state(model, optimizer, 0, mesh)
   places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   start = time.perf_counter()
-  options: dict[str, Any] = dict(objective=objective, products=settings["products"])
+  options: dict[str, Any] = dict(objective=objective, matmul_dtype=settings["matmul_dtype"])
   step = training.jit_train_step(model, optimizer, places, mesh, **options)
   step = step.lower(abstract, batch).compile()
   seconds = time.perf_counter() - start
@@ -154,9 +154,9 @@ def programs(
 
   device = jax.default_backend()
   settings = settings | {"device": "cuda" if device == "gpu" else device, "dtype": "float32"}
-  settings |= {"compile": False, "products": "float32"}
+  settings |= {"compile": False, "matmul_dtype": "float32"}
   here = pathlib.Path(__file__).resolve()
-  told = {"dpjax": ("jax", {}), "dpjax, products": ("jax", {"products": "bfloat16"})}
+  told = {"dpjax": ("jax", {}), "dpjax, products": ("jax", {"matmul_dtype": "bfloat16"})}
   told["dpjax, bfloat16"] = "jax", {"dtype": "bfloat16"}
   has_torch = settings["model"]["boundaries"]["name"] in ("none", "fixed", "whitespace")
   for form in FORMS.get(settings["model"]["mixer"]["name"], ("",)) * has_torch:

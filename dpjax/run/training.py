@@ -180,12 +180,12 @@ def make_step_spec(
     optimizer,
     losses.Objective(build.build_boundaries(config.model)),
     grad_accum_steps=settings.grad_accum_steps,
-    parameters=settings.param_sharding,
+    param_sharding=settings.param_sharding,
     capacity=build.batch_capacity(config.model),
     seed=config.seed,
     ema_decay=settings.ema_decay,
     learning_rate=rate,
-    products=settings.matmul_dtype,
+    matmul_dtype=settings.matmul_dtype,
   )
 
 
@@ -200,7 +200,7 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
 
   shapes = jax.eval_shape(init)
   opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
-  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), config.train.param_sharding)
+  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.param_sharding)
   if config.data.isolate_documents:
     try:
       mixer.check_takes_starts(run.model)

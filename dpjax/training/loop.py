@@ -35,28 +35,28 @@ class TrainStepSpec:
 
   Attributes:
     grad_accum_steps: the number of parts of a batch.
-    parameters: "replicated" or "fsdp".
+    param_sharding: "replicated" or "fsdp".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
     ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
-    products: the dtype in which float32 is multiplied, "float32" or "bfloat16".
+    matmul_dtype: the dtype in which float32 is multiplied, "float32" or "bfloat16".
   """
 
   model: nn.Module
   optimizer: optax.GradientTransformation
   objective: losses.Objective = losses.Objective()
   grad_accum_steps: int = 1
-  parameters: str = "replicated"
+  param_sharding: str = "replicated"
   capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
   seed: int = 0
   ema_decay: float = 0.0
   learning_rate: optax.Schedule | None = None
-  products: str = "float32"
+  matmul_dtype: str = "float32"
 
   def abstract_state(self, mesh: Mesh) -> step_lib.TrainState:
     """The shapes, dtypes and shardings of its state."""
     return step_lib.abstract_state(
-      self.model, self.optimizer, self.seed, mesh, self.parameters, self.ema_decay > 0
+      self.model, self.optimizer, self.seed, mesh, self.param_sharding, self.ema_decay > 0
     )
 
   def jit_step(self, abstract: step_lib.TrainState, mesh: Mesh) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ class TrainStepSpec:
       objective=self.objective,
       ema_decay=self.ema_decay,
       learning_rate=self.learning_rate,
-      products=self.products,
+      matmul_dtype=self.matmul_dtype,
     )
 
 
@@ -144,12 +144,9 @@ def fit(
     find_signal = stack.enter_context(_stop_signal(num_steps))
     saved = checkpoints.Checkpoints(Path(workdir, "checkpoints"), max_to_keep)
     stack.enter_context(saved)
-    loop = _Loop(spec, batches, intervals, saved, callbacks, patience)
-    loop.restore(initial, dict(meta or {}), dict(origin or {}))
-    start = int(loop.state.step)
-    loop.reporter = stack.enter_context(reporting.Reporter(workdir, start, num_steps))
-    every = intervals.log_every_steps
-    loop.reader = reporting.MetricsReader(loop.reporter, every, loop.tokens_seen)
+    loop = _Loop(spec, batches, intervals, saved, callbacks, patience, meta or {}, origin or {})
+    start = loop.restore(initial, workdir)
+    stack.enter_context(loop.reporter)
     trace_start, trace_stop = profile or (None, None)
     if profile and not start <= profile[0] < profile[1] <= num_steps:
       raise UserError(
@@ -188,10 +185,6 @@ def fit(
 class _Loop:
   """The parts of `fit`, and what it carries from step to step."""
 
-  state: step_lib.TrainState
-  reporter: reporting.Reporter
-  reader: reporting.MetricsReader
-
   def __init__(
     self,
     spec: TrainStepSpec,
@@ -200,33 +193,38 @@ class _Loop:
     saved: checkpoints.Checkpoints,
     callbacks: Sequence[Callback],
     patience: int,
+    meta: Mapping,
+    origin: Mapping[str, str],
   ):
     self.spec, self.batches, self.intervals = spec, batches, intervals
     self.saved, self.callbacks, self.patience = saved, callbacks, patience
+    self.meta, self.origin = meta, origin
     self.mesh = sharding.make_mesh()
     self.rows = sharding.process_rows(batches.batch_size)
     self.abstract = spec.abstract_state(self.mesh)
     self.train_step = spec.jit_step(self.abstract, self.mesh)
     self.compiled: set[int | None] = set()  # the capacities
     self.best: dict[str, Any] = {"step": 0, BEST_BY: math.inf, "since": 0}
-    self.tokens_seen, self.has_ended = 0, False
+    self.has_ended = False
     self.is_enough = False  # A callback or the patience ends the training before its last step.
 
-  def restore(
-    self, initial: Callable[[dict], dict] | None, meta: dict, origin: dict[str, str]
-  ) -> None:
-    """Takes the state of the newest checkpoint, or the initial one."""
-    self.meta, self.origin = meta, origin
-    restored = self.saved.restore(self.abstract, origin)
+  def restore(self, initial: Callable[[dict], dict] | None, workdir: str | Path) -> int:
+    """Takes the newest checkpoint or the initial state, and opens the reports from its step on."""
+    restored, tokens_seen = self.saved.restore(self.abstract, self.origin), 0
     if restored is None:
       self.state = _initial_state(self.spec, self.abstract, initial)
-      return
-    self.state, saved_meta = restored
-    self.tokens_seen = saved_meta["tokens_seen"]
-    if saved_meta.get("validation") == meta.get("validation"):
-      self.best = saved_meta["best"]
-    has_ended = saved_meta.get("ended") == self.intervals.num_steps
-    self.has_ended = has_ended and (bool(self.callbacks) or self.is_exhausted())
+    else:
+      self.state, saved_meta = restored
+      tokens_seen = saved_meta["tokens_seen"]
+      if saved_meta.get("validation") == self.meta.get("validation"):
+        self.best = saved_meta["best"]
+      has_ended = saved_meta.get("ended") == self.intervals.num_steps
+      self.has_ended = has_ended and (bool(self.callbacks) or self.is_exhausted())
+    start = int(self.state.step)
+    self.reporter = reporting.Reporter(workdir, start, self.intervals.num_steps)
+    every = self.intervals.log_every_steps
+    self.reader = reporting.MetricsReader(self.reporter, every, tokens_seen)
+    return start
 
   def train_one(self, step: int) -> None:
     """Makes an update, and reads the metrics of the one before while it runs."""

@@ -17,16 +17,16 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
   return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def state_sharding(state, mesh: Mesh, parameters: str = "replicated"):
+def state_sharding(state, mesh: Mesh, param_sharding: str = "replicated"):
   """The sharding of each array (or shape) of a train state.
 
-  With `parameters` "replicated", every device holds all; with "fsdp", an array is divided
+  With `param_sharding` "replicated", every device holds all; with "fsdp", an array is divided
   along its longest axis that the number of devices divides, or replicated if it has none.
   """
 
   def sharding_of(leaf) -> NamedSharding:
     divisible = [size for size in leaf.shape if size and size % mesh.size == 0]
-    if parameters != "fsdp" or not divisible:
+    if param_sharding != "fsdp" or not divisible:
       return NamedSharding(mesh, PartitionSpec())
     axis = leaf.shape.index(max(divisible))
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))

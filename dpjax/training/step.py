@@ -72,7 +72,7 @@ def train_step(
   capacity: int | None = None,
   ema_decay: float = 0.0,
   learning_rate: optax.Schedule | None = None,
-  products: str = "float32",
+  matmul_dtype: str = "float32",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Makes one update with the mean loss of the batch's tokens.
 
@@ -92,14 +92,14 @@ def train_step(
     capacity: see `dpjax.models.hourglass.Hourglass`; None if the data do not determine it.
     ema_decay: the decay of the state's average, if it has one; see `add_to_average`.
     learning_rate: maps an update to the optimizer's learning rate, for the report.
-    products: the dtype of the factors of float32 products, "float32" or "bfloat16"; see
+    matmul_dtype: the dtype of the factors of float32 products, "float32" or "bfloat16"; see
       `dpjax.ops.product_dtype`.
 
   Returns:
     The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
     if given, and the objective's sums.
   """
-  with ops.product_dtype(products):
+  with ops.product_dtype(matmul_dtype):
     grads, sums = _summed_gradient(model, grad_accum_steps, state, batch, objective, capacity)
   count = sums["count"]
   grads = jax.tree.map(lambda g: g / count, grads)
@@ -239,12 +239,12 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   seed: int,
   mesh: Mesh,
-  parameters: str = "replicated",
+  param_sharding: str = "replicated",
   has_average: bool = False,
 ) -> TrainState:
   """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
   shapes = jax.eval_shape(lambda: init_state(model, optimizer, seed, has_average))
-  shardings = sharding.state_sharding(shapes, mesh, parameters)
+  shardings = sharding.state_sharding(shapes, mesh, param_sharding)
   return jax.tree.map(
     lambda x, each: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=each), shapes, shardings
   )

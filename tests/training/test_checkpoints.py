@@ -138,20 +138,12 @@ def remove(path: Path):
   shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def put_a_folder(path: Path):
-  path.unlink()
-  path.mkdir()
-
-
 DAMAGE = [
   (flip_a_bit, "state/d/*"),
   (change_the_fingerprints, "meta/metadata"),
   (cut, "meta/metadata"),
-  (cut, "state/_METADATA"),
   (remove, "meta"),
   (remove, "state/d/*"),
-  (remove, "state/manifest.ocdbt"),
-  (put_a_folder, "state/_METADATA"),
 ]
 
 

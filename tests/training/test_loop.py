@@ -203,35 +203,26 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, s
 
 
 def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, capsys):
-  asked, calls = [], []
+  asked, calls = iter(range(1, 99)), []
   Clock(monkeypatch)
-
-  def should_stop():
-    asked.append(True)
-    return len(asked) == stop_after
 
   @contextlib.contextmanager
   def trace(folder):
-    calls.append((folder, len(asked)))
+    calls.append(folder)
     try:
       yield
     finally:
-      calls.append(len(asked))
+      calls.append(next(asked))
 
   monkeypatch.setattr(jax.profiler, "trace", trace)
-  folder, stop_after = tmp_path / "profile", 99
-  fit(tmp_path, 12, profile=(3, 5), should_stop=should_stop)
-  # Each update is followed by the question.
-  assert calls == [(folder, 3), 4]
-  assert f"xprof --logdir={folder}" in capsys.readouterr().out
-  # A run that ends before the trace does, ends that.
-  asked, calls, stop_after = [], [], 2
-  with pytest.raises(Interrupted):
-    fit(tmp_path, 12, profile=(1, 9), should_stop=should_stop)
-  assert calls == [(folder, 1), 2]
+  # Each update is followed by the question whether to stop.
+  should_stop = lambda: next(asked) == 7  # noqa: E731
+  fit(tmp_path, 6, profile=(2, 4), should_stop=should_stop)
+  assert calls == [tmp_path / "profile", 4]
+  assert f"xprof --logdir={calls[0]}" in capsys.readouterr().out
   for updates in ((5, 5), (11, 13), (-1, 2)):
     with pytest.raises(dpjax.UserError, match="^profile: .* with 0 <= START < STOP <= 12"):
-      fit(tmp_path, 12, profile=updates)
+      fit(tmp_path / "other", 12, profile=updates)
 
 
 def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):
