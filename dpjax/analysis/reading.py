@@ -29,7 +29,7 @@ from dpjax.training.step import jit_eval_step
 if TYPE_CHECKING:
   from dpjax.run import Run
 
-MAX_TOKENS = 20_000
+MAX_TOKENS = 10_000
 
 
 class Stage(NamedTuple):
@@ -146,7 +146,7 @@ def segment(run: "Run", text: str) -> Segmentation:
     the model's softmax for a token is (0.5, 0.5)  ->  its entropy is ln 2 = 0.693
 
   Raises:
-    ValueError: there is no token, or more than 20,000.
+    ValueError: there is no token, or more than 10,000.
   """
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
