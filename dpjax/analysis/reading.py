@@ -96,17 +96,17 @@ class _Objective(losses.Objective):
 
   def sums(self, output, batch, output_layer: Any = None, *args, **kwargs) -> Any:
     sums = super().sums(output, batch, output_layer, *args, **kwargs)
-    is_of_logits = output_layer is None or any(module.reads_logits for module in self.boundaries)
+    layer: Any = None if any(module.reads_logits for module in self.boundaries) else output_layer
     one = jnp.ones((1, 1), jnp.float32)
 
     def nats(x_d, target):
       x_btd, target_bt = x_d[None, None], target[None, None]
-      if is_of_logits:
+      if layer is None:
         return losses.cross_entropy(x_btd, target_bt, one)[0]
-      kernel, bias = output_layer
+      kernel, bias = layer
       return losses.output_nats(x_btd, kernel, bias, target_bt, one)
 
-    rows = output.logits if is_of_logits else output.hidden, batch["targets"]
+    rows = output.logits if layer is None else output.hidden, batch["targets"]
     reads = {"nats": jax.lax.map(lambda row: jax.vmap(nats)(*row), rows)}
     targets = None
     if self.boundaries:
