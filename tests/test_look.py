@@ -103,8 +103,8 @@ def test_segment_has_every_stage(two_stages):
 
 def test_segment_refuses_no_text_and_a_long_one():
   run = untrained(tokenizer="bytes", mixer="me")
-  for text, count in (("", "0"), ("a" * 20_001, "20,001")):
-    with pytest.raises(UserError, match=f"text: expected 1 to 20,000 tokens, got {count}"):
+  for text, count in (("", "0"), ("a" * 10_001, "10,001")):
+    with pytest.raises(UserError, match=f"text: expected 1 to 10,000 tokens, got {count}"):
       dpjax.look(run, text)
 
 
@@ -194,11 +194,11 @@ def test_look_shows_what_a_mixer_of_the_user_offers(tells):
   block = stack.block.clone(mixer=Middling(WINDOW, tells))
   model = run.model.clone(layers=stack.clone(block=block))
   run = run_lib.Run(run.config, model, helpers.draw_params(model, 2, 0.5), run.tokenizer, 0)
-  (shown,) = content(dpjax.look(run, "to be"))
-  assert shown["stages"] == [] and len(shown["bits"]) == 5
-  assert [layer["name"] for layer in shown["layers"]] == ["1 Middling", "2 Middling"] * tells
+  (data,) = content(dpjax.look(run, "to be"))
+  assert data["stages"] == [] and len(data["bits"]) == 5
+  assert [layer["name"] for layer in data["layers"]] == ["1 Middling", "2 Middling"] * tells
   if tells:  # Behind the start token position t reads t + 2 tokens, all alike.
-    largest = shown["layers"][0]["images"][0]["largest"]
+    largest = data["layers"][0]["images"][0]["largest"]
     np.testing.assert_allclose(largest, 1 / np.arange(2, 7), rtol=5e-3)
 
 
@@ -206,17 +206,17 @@ def test_look_holds_the_segments_and_no_markup_of_the_text(gumbel):
   run, segmentation = gumbel
   html = page._write([run], TEXT, [segmentation._replace(pieces=["</script><b>", "\x00", "é"])])
   assert html.count("</script>") == 2 and "<b>" not in html
-  (shown,) = content(html)
-  assert shown["pieces"] == ["</script><b>", "\x00", "é"]
-  (stage,) = shown["stages"]
+  (data,) = content(html)
+  assert data["pieces"] == ["</script><b>", "\x00", "é"]
+  (stage,) = data["stages"]
   assert stage["ends"] == segmentation.stages[0].boundaries.tolist()
   np.testing.assert_allclose(
     stage["chances"][:-1], segmentation.stages[0].probabilities[1:], atol=1e-4
   )
-  assert stage["chances"][-1] is None and len(shown["targets"]) == len(TEXT)
-  nats = math.log(2) * np.sum(shown["bits"])
+  assert stage["chances"][-1] is None and len(data["targets"]) == len(TEXT)
+  nats = math.log(2) * np.sum(data["bits"])
   assert nats == pytest.approx(segmentation.surprisals.sum(), abs=1e-4)
-  assert shown["scores"].keys() == {"bits per byte", "shortening factor", "enrichment", "f1"}
+  assert data["scores"].keys() == {"bits per byte", "shortening factor", "enrichment", "f1"}
   assert "&lt;!doctype html&gt;" in html._repr_html_() and "<!doctype" not in html._repr_html_()
 
 
@@ -224,10 +224,10 @@ def test_image_is_a_png_of_rows_scaled_to_their_largest(tmp_path):
   from matplotlib import image
 
   weights = np.tril(np.random.default_rng(1).random((5, 5))).astype(np.float32)
-  made = page._image(weights)
+  result = page._image(weights)
   path = tmp_path / "a.png"
-  path.write_bytes(page.base64.b64decode(made["png"]))
-  rows = image.imread(path) * np.array(made["largest"])[:, None]
+  path.write_bytes(page.base64.b64decode(result["png"]))
+  rows = image.imread(path) * np.array(result["largest"])[:, None]
   np.testing.assert_allclose(rows, weights, atol=3e-3)
 
 
@@ -243,23 +243,23 @@ def test_main_prints_and_writes(gumbel, monkeypatch, tmp_path, capsys):
   assert printed.count(f"{len(TEXT)} tokens, {ends} closed segments; mean conditional entr") == 2
   assert printed.startswith(f"runs/a:\n{render(segmentation)}\n\n")
   assert re.search(r"enrichment [\d.]+: .* of as many tokens at random [\d.]+", printed)
-  assert [shown["pieces"] for shown in content(out.read_text())] == [[*TEXT]] * 2
-  with pytest.raises(SystemExit, match="^--text: expected 1 to 20,000 tokens, got 0$"):
+  assert [data["pieces"] for data in content(out.read_text())] == [[*TEXT]] * 2
+  with pytest.raises(SystemExit, match="^--text: expected 1 to 10,000 tokens, got 0$"):
     page.main(["runs/a", "--text="])
 
 
 @pytest.mark.parametrize(
-  "kind, text, pieces",
+  "name, text, pieces",
   [
     ("bytes", "aé\n", ["a", "", "é", "\n"]),
     ("wordpiece", "the cat\n", ["the", " cat", "\n"]),
     ("bpe", "the cat", ["the", " cat"]),
   ],
 )
-def test_split_of_other_tokenizers(kind, text, pieces):
+def test_split_of_other_tokenizers(name, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
-  vocabulary = {"wordpiece": 30, "bpe": 270}.get(kind, 0)
-  tokenizer = train_tokenizer(kind, chunks, vocab_size=vocabulary)
+  vocabulary = {"wordpiece": 30, "bpe": 270}.get(name, 0)
+  tokenizer = train_tokenizer(name, chunks, vocab_size=vocabulary)
   assert reading.split(tokenizer, tokenizer.encode(text)) == pieces
 
 
@@ -286,9 +286,9 @@ def test_render(pieces, begins, expected):
 
 
 def test_enrichment_is_the_surprise_of_tokens_that_begin_segments():
-  made = made_up("abcde", [0, 0, 1, 1, 0], [0.5, 1.0, 3.0, 5.0, 0.5])
-  assert made.enrichment() == pytest.approx(4.0 / 2.0)
-  chance = [made.enrichment(seed=seed) for seed in range(200)]
+  result = made_up("abcde", [0, 0, 1, 1, 0], [0.5, 1.0, 3.0, 5.0, 0.5])
+  assert result.enrichment() == pytest.approx(4.0 / 2.0)
+  chance = [result.enrichment(seed=seed) for seed in range(200)]
   assert np.mean(chance) == pytest.approx(1, abs=0.1) and len({*chance}) > 3
   assert math.isnan(made_up("ab", [0, 0], [1.0, 2.0]).enrichment())
   assert math.isnan(made_up("ab", [0, 1], [1.0, math.inf]).enrichment())

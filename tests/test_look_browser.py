@@ -103,8 +103,8 @@ def test_page_shows_the_segments_and_the_surprisals(tab, segmentations, nats):
       ends = stage.boundaries
       number_t = np.append(0, np.cumsum(ends)[:-1])
       hues = spans.evaluate_all(f"x => x.map(y => y.style.getPropertyValue('--{name}'))")
-      shown = ["even" in hue for hue in hues]
-      assert shown == [bool(number_t[unit["last"]] % 2 == 0) for unit in units]
+      data = ["even" in hue for hue in hues]
+      assert data == [bool(number_t[unit["last"]] % 2 == 0) for unit in units]
   assert tab.locator("section b, section script").count() == 0
 
 

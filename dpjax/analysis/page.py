@@ -18,6 +18,7 @@ import base64
 import html
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def look(runs: "Run | Sequence[Run]", text: str) -> Page:
   `dpjax.analysis.reading.segment`, and what a position reads of `dpjax.analysis.reading.layers`.
 
   Raises:
-    ValueError: there is no token, or more than 20,000.
+    ValueError: there is no token, or more than 10,000.
   """
   from dpjax.analysis import reading
 
@@ -77,10 +78,8 @@ def _write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentati
   layers = [reading.layers(run, text) for run in runs]
   for size, has_heads in _SIZES:
     images = [[_images(layer, size, has_heads) for layer in of_run] for of_run in layers]
-    if (
-      sum(len(x["png"]) for of_run in images for layer in of_run for x in layer["images"])
-      <= _MAX_IMAGE_BYTES
-    ):
+    pngs = [x["png"] for of_run in images for layer in of_run for x in layer["images"]]
+    if sum(map(len, pngs)) <= _MAX_IMAGE_BYTES:
       break
   content = [_describe(*parts) for parts in zip(runs, segmentations, images, strict=True)]
   template = Path(__file__).with_name("look.html").read_text(encoding="utf-8")
@@ -94,10 +93,7 @@ def _describe(run: "Run", segmentation: "Segmentation", layers: list[dict]) -> d
 
   scores = segmentation.scores
   names = ["bits_per_byte" if "bits_per_byte" in scores else "nats_per_token"]
-  names += [
-    name for name in scores if name.startswith("shortening_factor") and "padded" not in name
-  ]
-  names += [name for name in ("enrichment", "f1") if name in scores]
+  names += [x for x in scores if re.fullmatch(r"shortening_factor(_\d)?|enrichment|f1", x)]
   parts = [f"{run.tokenizer.name} of {run.tokenizer.vocab_size:,} entries", f"step {run.step:,}"]
   size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
   boundaries = run.config.model.boundaries.name
@@ -129,10 +125,10 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def _images(layer: Any, size: int, has_heads: bool) -> dict[str, Any]:
   """The mean over heads of a layer's weights as an image, and with `has_heads` each head's."""
   weights = layer.weights[:, :size, :size]
-  shown = {"mean of heads" if len(weights) > 1 else "all": weights.mean(axis=0)}
+  images = {"mean of heads" if len(weights) > 1 else "all": weights.mean(axis=0)}
   if has_heads and len(weights) > 1:
-    shown |= {f"head {head}": x for head, x in enumerate(weights, 1)}
-  return {"name": layer.name, "images": [{"name": name, **_image(x)} for name, x in shown.items()]}
+    images |= {f"head {head}": x for head, x in enumerate(weights, 1)}
+  return {"name": layer.name, "images": [{"name": name, **_image(x)} for name, x in images.items()]}
 
 
 def _image(weights: np.ndarray) -> dict[str, Any]:
@@ -140,17 +136,12 @@ def _image(weights: np.ndarray) -> dict[str, Any]:
   largest = weights.max(axis=1, initial=0)
   rows = np.round(255 * weights / np.maximum(largest, 1e-30)[:, None]).astype(np.uint8)
 
-  def chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-      struct.pack(">I", len(content))
-      + kind
-      + content
-      + struct.pack(">I", zlib.crc32(kind + content))
-    )
+  def chunk(content: bytes) -> bytes:
+    return struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
 
   header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 0, 0, 0, 0)
   pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # before each row its filter
-  png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+  png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR" + header) + chunk(b"IDAT" + pixels) + chunk(b"IEND")
   return {"png": base64.b64encode(png).decode(), "largest": [float(f"{x:.3g}") for x in largest]}
 
 

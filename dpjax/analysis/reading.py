@@ -29,7 +29,7 @@ from dpjax.training.step import jit_eval_step
 if TYPE_CHECKING:
   from dpjax.run import Run
 
-MAX_TOKENS = 20_000
+MAX_TOKENS = 10_000
 
 
 class Stage(NamedTuple):
@@ -96,17 +96,17 @@ class _Objective(losses.Objective):
 
   def sums(self, output, batch, output_layer: Any = None, *args, **kwargs) -> Any:
     sums = super().sums(output, batch, output_layer, *args, **kwargs)
-    is_of_logits = output_layer is None or any(module.reads_logits for module in self.boundaries)
+    layer: Any = None if any(module.reads_logits for module in self.boundaries) else output_layer
     one = jnp.ones((1, 1), jnp.float32)
 
     def nats(x_d, target):
       x_btd, target_bt = x_d[None, None], target[None, None]
-      if is_of_logits or output_layer is None:
+      if layer is None:
         return losses.cross_entropy(x_btd, target_bt, one)[0]
-      kernel, bias = output_layer
+      kernel, bias = layer
       return losses.output_nats(x_btd, kernel, bias, target_bt, one)
 
-    rows = output.logits if is_of_logits else output.hidden, batch["targets"]
+    rows = output.logits if layer is None else output.hidden, batch["targets"]
     reads = {"nats": jax.lax.map(lambda row: jax.vmap(nats)(*row), rows)}
     targets = None
     if self.boundaries:
@@ -146,7 +146,7 @@ def segment(run: "Run", text: str) -> Segmentation:
     the model's softmax for a token is (0.5, 0.5)  ->  its entropy is ln 2 = 0.693
 
   Raises:
-    ValueError: there is no token, or more than 20,000.
+    ValueError: there is no token, or more than 10,000.
   """
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
