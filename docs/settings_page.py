@@ -124,7 +124,7 @@ def page() -> str:
       component = components.component(name)
       first = (inspect.getdoc(component) or "").split("\n\n")[0].replace("\n", " ")
       rows = [
-        row(x, setting, meaning(component, x))  # pyright: ignore
+        row(x, setting, setting.meaning or meaning(component, x))  # pyright: ignore
         for x, setting in components.settings(name).items()
       ]
       parts.append(f"### {name}\n\n{first}\n" + (f"\n{table(rows)}\n" if rows else ""))

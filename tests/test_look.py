@@ -258,8 +258,8 @@ def test_main_prints_and_writes(gumbel, monkeypatch, tmp_path, capsys):
 )
 def test_split_of_other_tokenizers(name, text, pieces):
   chunks = ["the cat\nthe cat\n" * 5]
-  vocabulary = {"wordpiece": 30, "bpe": 270}.get(name, 0)
-  tokenizer = train_tokenizer(name, chunks, vocab_size=vocabulary)
+  sizes = {"wordpiece": dict(vocab_size=30), "bpe": dict(vocab_size=270)}
+  tokenizer = train_tokenizer(name, chunks, **sizes.get(name, {}))
   assert reading.split(tokenizer, tokenizer.encode(text)) == pieces
 
 
