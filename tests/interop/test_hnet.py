@@ -42,8 +42,8 @@ def prepare(name):
   return golden, config, state, dpjax.build_model(settings), settings, params
 
 
-def assert_near(got, expected, largest, tolerance):
-  assert abs(np.asarray(got) - expected).max() <= tolerance * largest
+def assert_near(got, expected, largest, tolerance, least=0.0):
+  assert abs(np.asarray(got) - expected).max() <= max(tolerance * largest, least)
 
 
 def loss_of(output, tokens, factors):
@@ -90,7 +90,8 @@ def test_the_model_every_gradient_and_documents(name):
   for key, grad in to_torch(settings, grads).items():
     grad, expected = grad.ravel(), golden[f"grad/{key}"]
     stride = -(-grad.size // 24)
-    assert_near(grad[::stride], expected, golden[f"largest/{key}"], 2e-4)
+    # Gradients of a head alone in its array, of 2e-6 to 2e-5, are sums of terms that cancel.
+    assert_near(grad[::stride], expected, golden[f"largest/{key}"], 2e-4, 3e-8)
 
   # The same program: row 0 as documents.
   starts[0, golden["documents/cuts"][:-1]] = 1

@@ -54,6 +54,9 @@ def test_ids(tokenizers, variant):
   lines = [line for line in LINES if not line.isspace()]
   parts = [tokenizer.encode(line) for line in lines]
   np.testing.assert_array_equal(np.concatenate(parts), tokenizer.encode("".join(lines)))
+  if tokenizer.begins_texts:
+    assert not {tokenizer.start_id, tokenizer.end_id} & {*ids.tolist()}
+    return
   # A text starts after a line end.
   assert tokenizer.encode("word\nword")[1:-1].tolist().count(tokenizer.start_id) == 1
   assert tokenizer.decode([tokenizer.start_id]) == "\n"
