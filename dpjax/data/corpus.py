@@ -86,21 +86,30 @@ def load_corpus(
     Files(data_dir, manual_dir), split_fractions, isolate_documents, text_field, separator
   )
   if mixture:
-    opened = [_open_source(source, options) for source in parse(mixture)]
-    corpora = [corpus for corpus, _ in opened]
-    splits = {x: Mixed([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
-    about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
-    corpus = Corpus("+".join(corpus.name for corpus in corpora), splits, about)
-    used = set().union(*(used for _, used in opened))
+    corpora = [_open_source(source, options) for source in parse(mixture)]
   else:
-    corpus, used = _open(name, path, options)
-  if text_field != "text" and "text_field" not in used:
+    corpora = [_open(name, path, options)]
+  if text_field != "text" and not any("text_field" in corpus.about for corpus in corpora):
     expected = "expected 'text' unless data.path is of .jsonl or .parquet"
     raise UserError(f"data.text_field: {expected}, got {text_field!r}")
-  if separator and "separator" not in used:
+  if separator and not any(map(_takes_separator, corpora)):
     expected = "expected '' unless data.path is of .txt files with several documents"
     raise UserError(f"data.separator: {expected}, got {separator!r}")
-  return corpus
+  if not mixture:
+    return corpora[0]
+  splits = {x: Mixed([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
+  about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
+  return Corpus("+".join(corpus.name for corpus in corpora), splits, about)
+
+
+def _takes_separator(corpus: Corpus) -> bool:
+  """Whether a separator says where documents begin, or would say it."""
+  return "files" in corpus.about and ("documents" in corpus.about or not _has_documents(corpus))
+
+
+def _has_documents(corpus: Corpus) -> bool:
+  texts: Any = corpus.splits.values()
+  return all(text.has_documents for text in texts)
 
 
 class _Options(NamedTuple):
@@ -111,7 +120,7 @@ class _Options(NamedTuple):
   separator: str
 
 
-def _open_source(source: str, options: _Options) -> tuple[Corpus, set[str]]:
+def _open_source(source: str, options: _Options) -> Corpus:
   """Opens a source of a mixture."""
   try:
     return _open(source, "", options) if is_name(source) else _open("", source, options)
@@ -120,34 +129,29 @@ def _open_source(source: str, options: _Options) -> tuple[Corpus, set[str]]:
     raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
 
 
-def _open(name: str, path: str | Path, options: _Options) -> tuple[Corpus, set[str]]:
-  """The corpus of a path, else of a name, and which settings it has a use for."""
-  used = set()
+def _open(name: str, path: str | Path, options: _Options) -> Corpus:
+  """The corpus of a path, else of a name, with its documents if they are to be isolated."""
   if path:
     corpus = _open_path(Path(path).expanduser(), options)
     marks = readers.line_pattern(options.separator) if options.separator else ""
   else:
     corpus, marks = _open_name(name, options), find_source(name).documents
-  texts: Any = corpus.splits
-  if "text_field" in corpus.about:
-    used = {"text_field"}
-  elif path and not any(text.has_documents for text in texts.values()):
-    used = {"separator"}
-  if not options.isolate_documents or all(text.has_documents for text in texts.values()):
-    return corpus, used
+  if not options.isolate_documents or _has_documents(corpus):
+    return corpus
   if not marks:
     raise UserError(
       f"data.isolate_documents: expected False for {corpus.name}, which does not say where "
       "documents begin, got True (.jsonl, .parquet, a folder of .txt files, .txt with "
       "data.separator, datasets of the Hugging Face Hub and some corpora have documents)"
     )
+  texts: Any = corpus.splits
   splits = {split: dataclasses.replace(text, marks=marks) for split, text in texts.items()}
   if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
     raise UserError(
       "data.isolate_documents, data.separator: expected a text with marks between documents, got "
       f"{corpus.name}, in which no {marks!r} is found"
     )
-  return Corpus(corpus.name, splits, {**corpus.about, "documents": marks}), used
+  return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
 
 def _open_path(path: Path, options: _Options) -> Corpus:

@@ -78,36 +78,31 @@ def packing(request):
   return ending, lambda content: COMPRESS[ending](mark + content)
 
 
-def test_json_lines(tmp_path, packing):
-  ending, pack = packing
-  path = tmp_path / f"texts.jsonl{ending}"
-  path.write_bytes(pack(as_json(["", *TEXTS, None], "body") + b"\n"))
-  settings = dict(text_field="body", data_dir=tmp_path / "data", isolate_documents=True)
-  corpus = load_corpus(path=path, split_fractions=(0.5, 0.2, 0.3), **settings)
-  splits = all_documents(corpus)
-  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
-  names = {"train": "train", "valid": "validation", "test": "test"}
-  for i, stem in enumerate(names.values()):
-    (tmp_path / f"{stem}.jsonl{ending}").write_bytes(pack(as_json(TEXTS[i::3])))
-  corpus = load_corpus(path=tmp_path, data_dir=tmp_path / "data")
-  assert all_documents(corpus) == {split: WHOLE[i::3] for i, split in enumerate(names)}
-
-
 def write_parquet(path, texts, field="text"):
   pq.write_table(pa.table({"n": range(len(texts)), field: texts}), path, row_group_size=5)
 
 
-def test_parquet(tmp_path):
-  write_parquet(tmp_path / "texts.parquet", [None, *TEXTS], "body")
-  settings = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
-  corpus = load_corpus(path=tmp_path / "texts.parquet", text_field="body", **settings)
-  assert in_order(all_documents(corpus)) == WHOLE and corpus.name == "texts"
-  for i, split in enumerate(SPLITS):
-    write_parquet(tmp_path / f"{split}.parquet", TEXTS[i::3])
-  splits = all_documents(load_corpus(path=tmp_path, **settings))
-  assert splits == {split: WHOLE[i::3] for i, split in enumerate(SPLITS)}
-  with pytest.raises(UserError, match="texts.parquet: expected a Parquet .* strings named text "):
-    load_corpus(path=tmp_path / "texts.parquet", **settings)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet"])
+def test_load_corpus_of_records(tmp_path, suffix):
+  def write(stem, texts, field="text"):
+    path, pack = tmp_path / f"{stem}{suffix}", COMPRESS.get(Path(suffix).suffix, bytes)
+    if suffix == ".parquet":
+      write_parquet(path, texts, field)
+    else:
+      path.write_bytes(pack(MARK + as_json(texts, field) + b"\n"))
+
+  write("texts", ["", *TEXTS, None], "body")
+  settings = dict(data_dir=tmp_path / "data", isolate_documents=True)
+  settings |= dict(split_fractions=(0.5, 0.2, 0.3), path=tmp_path / f"texts{suffix}")
+  corpus = load_corpus(text_field="body", **settings)
+  splits = all_documents(corpus)
+  assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
+  with pytest.raises(UserError, match=f"texts{suffix}: expected a .* string.* text|'text'"):
+    load_corpus(**settings)
+  for i, stem in enumerate(("train", "validation", "test")):
+    write(stem, TEXTS[i::3])
+  corpus = load_corpus(path=tmp_path, data_dir=tmp_path / "data")
+  assert all_documents(corpus) == {split: WHOLE[i::3] for i, split in enumerate(SPLITS)}
 
 
 def test_several_files_by_a_pattern(tmp_path, packing):
