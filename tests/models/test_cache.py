@@ -198,19 +198,19 @@ def test_where_there_is_no_going_on_it_says_nan(config):
   assert is_nan[8:, [0, 2]].all() and not is_nan[:8].any() and not is_nan[:, 1].any()
 
 
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
-    (dict(capacity=3), "capacity: expected none with a cache, got 3"),
-    (dict(boundaries=np.zeros((BATCH, 4), int)), "boundaries: expected .*3 5"),
-    (dict(tokens=TOKENS[:2, :5]), r"cache.length: .*'2'\], got int32\[3\]"),
-    (dict(boundary_noise=NOISE[:, :5]), "boundary_noise: expected none"),
-    (dict(deterministic=False), "deterministic: expected True with a cache"),
-  ],
-)
-def test_refusals(given, message):
+REFUSED = [
+  (dict(capacity=3), "capacity: expected none with a cache, got 3"),
+  (dict(boundaries=np.zeros((BATCH, 4), int)), "boundaries: expected .*3 5"),
+  (dict(tokens=TOKENS[:2, :5]), r"cache.length: .*'2'\], got int32\[3\]"),
+  (dict(boundary_noise=NOISE[:, :5]), "boundary_noise: expected none"),
+  (dict(deterministic=False), "deterministic: expected True with a cache"),
+]
+
+
+def test_refusals():
   model = dpjax.build_model(CASES["whitespace"][0])
-  params = helpers.draw_params(model, 3, 1 / 2)
-  call = partial(model.apply, cache=model.init_cache(BATCH), **dict(tokens=TOKENS[:, :5]) | given)
-  with pytest.raises(ValueError, match=message):
-    jax.eval_shape(lambda params: call({"params": params}), params)
+  params, cache = jax.eval_shape(model.init, jax.random.key(0), TOKENS), model.init_cache(BATCH)
+  for changes, message in REFUSED:
+    call = partial(model.apply, cache=cache, **dict(tokens=TOKENS[:, :5]) | changes)
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(call, params)

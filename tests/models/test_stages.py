@@ -145,16 +145,16 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own():
   assert scores["shortening_factor_2"] == pytest.approx(segments.sum() / found)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_loss_of_other_stages_than_the_models_is_refused(number):
+def test_a_loss_of_other_stages_than_the_models_is_refused():
   config = settings(*KINDS["routing"])
   model, kinds = dpjax.build_model(config), build_boundaries(config)
   params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
   output = jax.eval_shape(model.apply, params, TOKENS)
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=np.ones(TOKENS.shape, np.float32))
-  objective = losses.Objective((kinds * 2)[:number])
-  with pytest.raises(ValueError, match=f"^model.middle: expected the 2 stages .*, got {number}"):
-    jax.eval_shape(lambda output: objective.sums(output, batch), output)
+  for number in (1, 3):
+    objective = losses.Objective((kinds * 2)[:number])
+    with pytest.raises(ValueError, match=f"^model.middle: expected the 2 stages .*, got {number}"):
+      jax.eval_shape(lambda output: objective.sums(output, batch), output)  # noqa: B023
 
 
 def test_a_middle_of_its_own_width():

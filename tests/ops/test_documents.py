@@ -69,12 +69,6 @@ def check(operator, of_tokens, shared=()):
     assert (after[row, part] != before[row, part]).any()
 
 
-@pytest.mark.slow  # tests/test_contract.py asks it of layers.
-def test_shift_and_sum():
-  of_tokens = draw(BATCH, LENGTH, HEADS, FEATURES), draw(BATCH, LENGTH, HEADS, 6)
-  check(ops.shift_and_sum, of_tokens)
-
-
 @pytest.mark.parametrize("block_size", [helpers.slow_unless(x == 8, x) for x in (LENGTH, 8)])
 @pytest.mark.parametrize("operator", [ops.causal_attention, ops.relative_attention])
 def test_attention(operator, block_size):
