@@ -9,13 +9,11 @@ import optax
 import pytest
 
 import dpjax
-from dpjax import ops
 from dpjax.errors import Interrupted
-from dpjax.models.build import build_boundaries
-from dpjax.training import loop, losses, reporting
+from dpjax.training import loop, reporting
 from tests import helpers
 
-ROWS, LENGTH, VOCAB, SPACE = 8, 10, 13, 3
+ROWS, LENGTH, VOCAB = 8, 10, 13
 SCORES = dict(nats_per_token=2.0, perplexity=7.4, bits_per_character=1.5)
 
 
@@ -56,37 +54,6 @@ def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
   spec = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5), grad_accum_steps=3)
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
     fit(tmp_path, spec=spec)
-
-
-def from_spaces(batch):
-  """The capacity as the run's configuration has it told by the tokens."""
-  needed = int((batch["tokens"] == SPACE).sum(axis=1).max()) + 1
-  return next(size for size in ops.bucket_sizes(LENGTH + 1, 2) if size >= needed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "mixer, boundaries, settings",
-  [
-    ("dispatcher", "none", {}),
-    ("me", "whitespace", {}),
-    ("dispatcher", "gumbel", {}),
-    ("relative_attention", "entropy", {}),
-    ("we", "none", dict(implementation="fft")),
-    ("she", "none", dict(implementation="dft")),
-    ("me", "none", dict(implementation="toeplitz")),
-  ],
-)
-def test_nothing_moves_unasked(mixer, boundaries, settings, tmp_path):
-  known = dpjax.config.registry
-  mixer = helpers.component(known.mixers, mixer, num_heads=1, **settings)
-  boundaries = helpers.component(known.boundaries, boundaries, num_buckets=2, space_ids=(SPACE,))
-  config = helpers.model_settings(mixer, boundaries, vocab_size=VOCAB, max_length=11, dropout=0.1)
-  capacity = from_spaces if boundaries.name == "whitespace" else lambda batch: None
-  objective = losses.Objective(build_boundaries(config))
-  model = dpjax.build_model(config)
-  fit(tmp_path, spec=loop.TrainStepSpec(model, optax.sgd(0.1), objective, capacity=capacity))
-  assert np.isfinite(np.fromfile(tmp_path / "losses.f32", "<f4")).all()
 
 
 def replace_step(monkeypatch, call):

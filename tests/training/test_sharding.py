@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec
 
 from dpjax.training import sharding
@@ -37,9 +36,3 @@ def test_processes_share_the_rows(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda number=number: number)
     fed.append(np.arange(15)[sharding.process_rows(15)].tolist())
   assert fed == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
-
-
-def test_rows_that_do_not_divide_are_refused():
-  sharding.check_rows(48, 3)
-  with pytest.raises(ValueError, match=r"train.batch_size: .* multiple of 24 .* got 36"):
-    sharding.check_rows(36, 3)
