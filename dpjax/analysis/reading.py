@@ -1,4 +1,4 @@
-r"""What a model reads in a text: where segments end, what surprises it, what each position weights.
+"""What a model reads in a text: where segments end, what surprises it, what each position weights.
 
 All numbers are those of an evaluation, `dpjax.run.Run.score`, before it adds them up.
 T token, H head.
