@@ -10,9 +10,19 @@ random numbers, and the length set. The parts:
   models     6 layers of the papers' models, greedy, base "cached"
   pooling    the pooling paper's model, 2 + 8 + 2 layers with boundaries at spaces, base "no
              pooling", 12 layers. Words are made up, with text8's 4.9 letters on average
+  peers      `dpjax.generation.Generator` in float32 (the base) and bfloat16, beside PyTorch
+             (`benchmarks/torch_generation.py`), eager and compiled, and beside the products of
+             one token alone: every matrix of the model once, from memory
+
+In "peers" the first 16 tokens are not timed, and with them not the prompt; "compiled in" is the
+seconds of the first run, with that of 64 more tokens or less.
 """
 
 import functools
+import importlib.util
+import itertools
+import json
+import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import config, ops
+from dpjax.generation.generator import Generator
 from dpjax.models.build import build_model
+from dpjax.text.characters import Bytes
 
 SIZES = dict(num_layers=6, width=512, feed_forward_width=2048, vocab_size=10_000)
 QUICK = dict(num_layers=2, width=32, feed_forward_width=64, vocab_size=101)
@@ -191,6 +203,82 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
     yield harness.Case(f"words, {batch} rows, T {length}", "no pooling", programs)
 
 
+def timed(run: Callable[[], float]) -> harness.Program:
+  """A program that has compiled, with the seconds of its first run."""
+  start = time.perf_counter()
+  run()
+  return harness.Program(run, {"compile_seconds": time.perf_counter() - start})
+
+
+def generated(settings: dict, dtype: str, batch: int, prompt: int, tokens: int) -> Any:
+  """Seconds of a token of all rows by a `Generator`, and its model and parameters."""
+  model, params = build(settings)
+  whole = config.from_dict({"model": settings})
+  generator = Generator(whole.model, whole.sample, model, Bytes())
+  text = "".join("a" if x else " " for x in made_up_words(1, prompt)[0])
+
+  def run() -> float:
+    pieces = generator.stream(params, [text] * batch, length=tokens, temperature=0.0, dtype=dtype)
+    next(pieces)
+    start = time.perf_counter()
+    count = sum(rows[0].num_tokens for rows in pieces)
+    return (time.perf_counter() - start) / count
+
+  return timed(run), model, params
+
+
+def products(model: Any, params: Any, dtype: str, batch: int, tokens: int) -> harness.Program:
+  """Every matrix of a model times a row for each row of the batch, in float32 or bfloat16."""
+  kernels = [
+    x.reshape(x.shape[0], -1).astype(dtype)
+    for path, x in jax.tree.leaves_with_path(jax.jit(model.unstack)(params))
+    if path[-1].key == "kernel"
+  ]
+
+  def step(kernels, carry, _):
+    for kernel in kernels:
+      rows = jnp.ones((batch, len(kernel)), dtype) + carry
+      y = ops.dot_general(rows, kernel, (((1,), (0,)), ((), ())))
+      carry = (1e-6 * y[:, :1]).astype(dtype)
+    return carry, carry[:, 0]
+
+  return loop(step, jnp.zeros((batch, 1), dtype), jnp.zeros(tokens), kernels)
+
+
+def torch_program(settings: dict, **options: Any) -> harness.Program | str:
+  """The same by `benchmarks/torch_generation.py`, in a process of its own."""
+  if importlib.util.find_spec("torch") is None:
+    return "PyTorch is not installed"
+  settings = config.from_dict({"model": settings}).model.to_dict()
+  file = pathlib.Path(__file__).with_name("torch_generation.py")
+  process = harness.Process([str(file), json.dumps({"model": settings} | options)])
+  process.read()
+  return timed(lambda: process.ask()["seconds"])
+
+
+def peers(quick: bool) -> Iterator[harness.Case]:
+  sizes = (QUICK if quick else SIZES) | {"vocab_size": 256, "max_length": 64 if quick else 512}
+  pooled = RELATIVE | dict(boundaries=dict(name="whitespace", space_ids=(32,)))
+  cases = [(MODELS["attention"], "attention", *x) for x in ((1, 16), (16, 16), (1, 400), (16, 400))]
+  cases += [(MODELS["attention"], "attention", *x) for x in ((4, 16), (4, 400), (64, 16))]
+  of_others = {name: MODELS[name] for name in ("Dispatcher", "WE", "relative attention")}
+  for name, settings in (of_others | {"pooled": pooled}).items():
+    cases += [(settings, name, 1, 16), (settings, name, 16, 16)]
+  for settings, name, batch, prompt in cases[:1] if quick else cases:
+    tokens = 48 if quick or batch > 4 else 96
+    settings = sizes | settings
+    programs: dict[str, Any] = {}
+    for dtype, named in (("model", "float32"), ("bfloat16", "bfloat16")):
+      programs[named], model, params = generated(settings, dtype, batch, prompt, tokens)
+      programs[f"products, {named}"] = products(model, params, named, batch, 16)
+    for named, compiles in itertools.product(("float32", "bfloat16"), (False, True)):
+      if name == "attention" and (not compiles or (batch, prompt) in ((1, 16), (16, 16))):
+        label = f"PyTorch{', compiled' * compiles}, {named}"
+        options = dict(batch=batch, prompt=prompt, tokens=tokens - 16, dtype=named)
+        programs[label] = torch_program(settings, compile=compiles, **options)
+    yield harness.Case(f"{name}, batch {batch}, prompt {prompt}", "float32", programs)
+
+
 if __name__ == "__main__":
-  PARTS = (operators, models, pooling)
+  PARTS = (operators, models, pooling, peers)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="generation")

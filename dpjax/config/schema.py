@@ -174,6 +174,7 @@ _SAMPLE = {
   "overflow": choice(
     "slide continue error", "past the window: move it, continue where mixers can, or refuse", True
   ),
+  "dtype": choice("model bfloat16", "of weights and computation; model: model.dtype", True),
 }
 SCHEMA: dict[str, Any] = {
   "seed": S(0, "of parameters, batches and dropout", 0, below=2**32),

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Integer
 
 from dpjax.generation import sampling
-from dpjax.ops import checks
+from dpjax.ops import arrays
+from dpjax.ops.arrays import typed
 
 Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
@@ -33,20 +35,26 @@ class State(NamedTuple):
   cache: Any
 
 
+@typed
 def begin(
-  step: Step, cache: Any, prompt: jax.Array, lengths: jax.Array, *, chunk: int = 0
+  step: Step,
+  cache: Any,
+  prompt: Integer[Array, "B P"],
+  lengths: Integer[Array, "B"],
+  *,
+  chunk: int = 0,
 ) -> State:
   """Reads prompts of different lengths, all but the last token of each.
 
   Args:
     step: the model.
     cache: an empty cache, before any token.
-    prompt: [B, P], integers, P >= 1, each row padded at its end.
-    lengths: [B], int32, in 1 .. P: the number of tokens in each prompt.
+    prompt: P >= 1, each row padded at its end.
+    lengths: in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
   """
-  checks.arrays(prompt=(prompt, "B P>=1", checks.INTEGERS), lengths=(lengths, "B", checks.INTEGERS))
-  prompt, lengths = jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32)
+  arrays.check_not_empty(prompt=prompt)
+  prompt, lengths = prompt.astype(jnp.int32), lengths.astype(jnp.int32)
   last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
   batch, length = prompt.shape
   size = min(chunk or length, length)
@@ -81,7 +89,7 @@ def advance(
     num_tokens: the number of tokens to add, at least 1.
     **settings: the temperature, top_k and top_p of `dpjax.generation.sample`.
   """
-  checks.integers(num_tokens=num_tokens)
+  arrays.integers(num_tokens=num_tokens)
 
   def add_token(state: State, _):
     logits_b1v, cache = step(state.token[:, None], state.cache, None)
@@ -103,7 +111,7 @@ class WindowCache(NamedTuple):
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
   """The cache of B rows and a window of W tokens before any token, filled with padding."""
-  checks.integers(batch=batch, window=window)
+  arrays.integers(batch=batch, window=window)
   tokens_bw = jnp.full((batch, window), pad_id, jnp.int32)
   return WindowCache(tokens_bw, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 

@@ -1,12 +1,14 @@
 """Streams the continuations of prompts by a trained model; token by token it is `.decode`."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.config import registry
@@ -41,6 +43,7 @@ class Sampling(TypedDict, total=False):
   top_k: int | None
   top_p: float | None
   overflow: str | None
+  dtype: str | None
   seed: int
   num_samples: int
   stop: Sequence[str]
@@ -77,6 +80,7 @@ class Generator:
     top_k: int | None = None,
     top_p: float | None = None,
     overflow: str | None = None,
+    dtype: str | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
@@ -97,6 +101,8 @@ class Generator:
         the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
         Extractor and of relative attention M - 1. Attention and learned positions end with the
         window. "error": such a length is an error.
+      dtype: "model", or "bfloat16" for weights and a computation of 16 bits, which read half the
+        bytes for each token; the text of a seed is then another.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample, as a tokenizer's end token does; they are not part
@@ -110,7 +116,12 @@ class Generator:
         the vocabulary, or the model cannot continue beyond its window.
     """
     settings: dict[str, Any] = dict(
-      length=length, temperature=temperature, top_k=top_k, top_p=top_p, overflow=overflow
+      length=length,
+      temperature=temperature,
+      top_k=top_k,
+      top_p=top_p,
+      overflow=overflow,
+      dtype=dtype,
     )
     settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
     config_lib.check_sampling(settings)
@@ -143,7 +154,13 @@ class Generator:
     )
     ends = [len(row) + settings["length"] for row in rows]
     slides = settings["overflow"] == "slide"
-    return self._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
+    maker = self._in_bfloat16 if settings["dtype"] == "bfloat16" else self
+    return maker._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
+
+  @cached_property
+  def _in_bfloat16(self) -> "Generator":
+    model = _with_dtype(self._model, jnp.dtype(jnp.bfloat16))
+    return Generator(self._settings, self._sample, model, self._tokenizer)
 
   def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
     is_stopped, is_cached = [False] * len(rows), self._has_cache
@@ -244,6 +261,17 @@ class Generator:
     step = self._step(params, keys, is_cached)
     num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
     return decode.advance(step, state, keys, num_tokens=num_tokens, **draw)
+
+
+def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
+  """The modules within `x`, and theirs, with another dtype of the computation."""
+  if isinstance(x, tuple):
+    return tuple(_with_dtype(y, dtype) for y in x)
+  if not isinstance(x, nn.Module):
+    return x
+  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name", "dtype"}
+  changes = {name: _with_dtype(getattr(x, name), dtype) for name in names}
+  return x.clone(**changes, **({"dtype": dtype} if hasattr(x, "dtype") else {}))
 
 
 def _is_attention(x: Any) -> bool:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from dpjax.ops.checks import is_known
+from dpjax.ops.arrays import is_concrete
 
 _COLDEST = 1e-20  # below it, as at 0, the largest logit is taken
 
@@ -35,11 +35,11 @@ def sample(
   """
   if logits.ndim != 2:
     raise ValueError(f"logits: expected [B, V], got the shape {logits.shape}")
-  if is_known(temperature) and not 0 <= temperature < math.inf:
+  if is_concrete(temperature) and not 0 <= temperature < math.inf:
     raise ValueError(f"temperature: expected a finite number of at least 0, got {temperature}")
-  if is_known(top_k) and top_k < 0:
+  if is_concrete(top_k) and top_k < 0:
     raise ValueError(f"top_k: expected at least 0, got {top_k}")
-  if is_known(top_p) and not 0 < top_p <= 1:
+  if is_concrete(top_p) and not 0 < top_p <= 1:
     raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
   size = logits.shape[1]
 

@@ -314,10 +314,55 @@ def test_any_row_is_the_row_alone(name, monkeypatch):
   number = [*SEARCHED, "no cache"].index(name)
   monkeypatch.setattr(generator_lib, "_CHUNK", (16, 5, 7)[number % 3])
   monkeypatch.setattr(generator_lib, "_CHUNK_OF_PASSES", (4, 3, 1)[number % 3])
+  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
+  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
   maker = make(**SEARCHED[name]) if name in SEARCHED else without_cache()
   rng = np.random.default_rng(number)
   for _ in range(20):
     check_case(maker, draw_case(maker, rng), rng)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(mixer="attention"),
+    helpers.slow_unless(False, dict(mixer="relative_attention", positions="none")),
+    helpers.slow_unless(False, dict(boundaries="whitespace", **POOLED)),
+  ],
+)
+def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
+  maker = make(max_length=29, **changes)
+  prompts, settings = ["abc", "ab cdefg"], dict(length=19, overflow="error", temperature=0.7)
+  expected, slots = write(maker, prompts, **settings), []
+  monkeypatch.setattr(generator_lib, "_CHUNK", 4)
+  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
+  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
+  generator, params = make(max_length=29, **changes)
+  advance = generator._advance[True]
+
+  def spy(params, state, *rest):
+    slots.extend(x.keys.shape[2] for x in generator_lib._attention_caches(state.cache)[:1])
+    return advance(params, state, *rest)
+
+  generator._advance[True] = spy
+  assert write((generator, params), prompts, **settings) == expected
+  assert slots == [16, 16, 29, 29, 29]
+
+
+def test_bfloat16_weights_of_a_float32_model(dispatcher):
+  settings = dict(length=9, seed=3, overflow="continue")
+  generator, _ = make(seed=None, dtype="bfloat16")
+  text = write(dispatcher, ["abc"], dtype="bfloat16", **settings)
+  assert text == write((generator, dispatcher[1]), ["abc"], **settings)
+  model, layers = generator._model, generator._by_layer(dispatcher[1])
+  assert dispatcher[0]._in_bfloat16._model == model
+  assert layers["layers"]["0"]["feed_forward"]["hidden"]["kernel"].dtype == jnp.bfloat16
+  tokens = jnp.asarray([[1, 3, 2]])
+  found, expected = (
+    model.apply({"params": x}, tokens, cache=model.init_cache(1)).logits
+    for x in (layers, model.unstack(dispatcher[1]))
+  )
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():
