@@ -270,8 +270,10 @@ def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
   if not isinstance(x, nn.Module):
     return x
   names = {field.name for field in dataclasses.fields(x)} - {"parent", "name", "dtype"}
-  changes = {name: _with_dtype(getattr(x, name), dtype) for name in names}
-  return x.clone(**changes, **({"dtype": dtype} if hasattr(x, "dtype") else {}))
+  changes: dict[str, Any] = {name: _with_dtype(getattr(x, name), dtype) for name in names}
+  if hasattr(x, "dtype"):
+    changes["dtype"] = dtype
+  return x.clone(**changes)
 
 
 def _is_attention(x: Any) -> bool:
