@@ -60,7 +60,7 @@ def report(what: str, begin: float, more: str = "") -> None:
 
 def main() -> None:
   """Parses the command line and runs."""
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
   parser.add_argument("--name", default="1stage_L", choices=configs.RELEASED)
   parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
   parser.add_argument("--folder", type=Path, default=Path("data/released"))

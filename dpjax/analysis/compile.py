@@ -356,7 +356,7 @@ def table(result: Mapping[str, Any]) -> str:
     else:
       seconds = f"{step['compile_seconds']:.1f} s"
       sizes = _size(step["arguments_gib"]), _size(step["temporary_gib"])
-      notes += [f"{name}: {count} {kind}" for kind, count in step["collectives"].items()]
+      notes += [f"{name}: {count} {operation}" for operation, count in step["collectives"].items()]
       notes += [f"{name}: {n} calls of {target}" for target, n in step["custom_calls"].items()]
     tflop = f"{step['operations'] / 1e12:.3f} Tflop"
     rows.append([name, seconds, *sizes, _size(step["needed_gib"]), tflop])

@@ -126,8 +126,8 @@ def _values(word: str) -> list[str]:
   key, equals, text = word.partition("=")
   if key.endswith("-config"):  # Variants have commas.
     return [f"={text}"]
-  found = [value for value in text.split(";" if ";" in text else ",") if value]
-  return [f"={value}" for value in found or [text]] if equals else [""]
+  values = [value for value in text.split(";" if ";" in text else ",") if value]
+  return [f"={value}" for value in values or [text]] if equals else [""]
 
 
 def _sweep(settings: Sequence[str], arguments: Any) -> None:

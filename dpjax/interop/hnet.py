@@ -206,19 +206,19 @@ def _name_stack(path: str, name: str, mixer: Any, num_layers: int) -> dict[str, 
   sections = [*config_lib.in_turn("", mixer).values()]
   period, table = len(sections), {}
   num_whole = num_layers // period * period
-  for place, section in enumerate(sections):
+  for offset, section in enumerate(sections):
     lines = {"mixer_norm/scale": "norm1.weight"}
     lines |= _MIXERS["m" if section["name"] == "mamba2" else "t"]
     lines |= _NETWORK if section["has_feed_forward"] else {}
-    whole, rest = range(place, num_whole, period), range(num_whole + place, num_layers, period)
+    whole, rest = range(offset, num_whole, period), range(num_whole + offset, num_layers, period)
     for group, layers in (("period", whole), ("rest", rest)):
-      prefix = path if period == 1 else f"{path}/{group}/place_{place}"
+      prefix = path if period == 1 else f"{path}/{group}/place_{offset}"
       for line, inner in lines.items() if layers else ():
         table[f"{prefix}/{line}"] = tuple(f"{name}.layers.{i}.{inner}" for i in layers)
   return table
 
 
-def find(place: Path) -> tuple[Path, Path] | None:
+def find(path: Path) -> tuple[Path, Path] | None:
   """The arrays and the JSON of a released model, of a file or a folder; None without one.
 
   The JSON has the name of the arrays' file, or is the config.json beside it.
@@ -227,16 +227,16 @@ def find(place: Path) -> tuple[Path, Path] | None:
     ValueError: there are several, or arrays without a JSON.
   """
   patterns = [f"{folder}*{suffix}" for folder in ("", "*/") for suffix in torch_files.SUFFIXES]
-  is_file = place.is_file() and place.suffix in torch_files.SUFFIXES
-  arrays = [place] if is_file else sorted(x for pattern in patterns for x in place.glob(pattern))
+  is_file = path.is_file() and path.suffix in torch_files.SUFFIXES
+  arrays = [path] if is_file else sorted(x for pattern in patterns for x in path.glob(pattern))
   pairs = [(x, y) for x in arrays for y in (x.with_suffix(".json"), x.with_name("config.json"))]
   pairs = {x: y for x, y in reversed(pairs) if "arch_layout" in files.read_json(y)}
   if len(pairs) > 1:
     names = ", ".join(sorted(map(str, pairs)))
-    raise UserError(f"{place}: expected one released model, got {names}; take the path of one")
+    raise UserError(f"{path}: expected one released model, got {names}; take the path of one")
   if is_file and not pairs:
-    expected = f"an H-Net's JSON beside it, {place.stem}.json or config.json"
-    raise UserError(f"{place}: expected {expected}, with arch_layout, got none")
+    expected = f"an H-Net's JSON beside it, {path.stem}.json or config.json"
+    raise UserError(f"{path}: expected {expected}, with arch_layout, got none")
   return next(iter(pairs.items()), None)
 
 

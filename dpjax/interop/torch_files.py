@@ -86,14 +86,14 @@ class _Unpickler(pickle.Unpickler):
     storage = name.removesuffix("Storage")
     if module == "torch" and storage in _STORAGES:
       return _STORAGES[storage]
-    known = {
+    classes = {
       ("collections", "OrderedDict"): collections.OrderedDict,
       ("torch._utils", "_rebuild_tensor_v2"): self._array,
       ("torch._utils", "_rebuild_parameter"): lambda array, *_: array,
     }
-    if (module, name) not in known:
+    if (module, name) not in classes:
       raise pickle.UnpicklingError(f"an object of {module}.{name}")
-    return known[module, name]
+    return classes[module, name]
 
   def persistent_load(self, pid: Any) -> tuple[str, str]:
     _, dtype, key, *_ = pid

@@ -78,10 +78,10 @@ def _core(
   middle = _core(inner, None, extra_length + 1, num_branches)  # with the null group
   inner_stacks = [middle] if isinstance(middle, Stack) else []
   resizes = inner[0]["width"] != model["width"]
-  norms: dict[str, Any] = {}
-  if model["stack_norms"]:
-    norms = {f"{name}_out_norm": _norm(model) for name in ("first", "last")}
-    norms["middle_out_norm"] = _norm(model) if inner_stacks else None
+  norms = {}
+  if model["stack_norms"]:  # An hourglass in the middle has its own.
+    names = ("first", "last", *["middle"] * len(inner_stacks))
+    norms = {f"{name}_out_norm": _norm(model) for name in names}
   return Hourglass(
     width=model["width"],
     first=first,

@@ -185,12 +185,12 @@ class Stack(nn.Module):
       return params
     num_blocks, layers = len(self.blocks), {}
     for i in range(self.num_layers):
-      index, place = divmod(i, num_blocks)
+      index, offset = divmod(i, num_blocks)
       layer = params
       if self.block is None:
         is_left = self.period is None or i >= self.num_layers - self.num_layers % num_blocks
         index = 0 if is_left else index
-        layer = params["rest" if is_left else "period"][f"place_{place}"]
+        layer = params["rest" if is_left else "period"][f"place_{offset}"]
       layers[str(i)] = _layer(layer, index)
     return layers
 

@@ -327,11 +327,11 @@ def load(
   return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
 
 
-def _load_released(place: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
+def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
   """An H-Net as its authors release it."""
   config = config_lib.default()
   config.model, params = hnet.read(arrays, config_file, dtype=dtype)
-  _check_finite(params, place)
+  _check_finite(params, folder)
   config.data.tokenizer = BytesWithEnds.name
   config.eval.batch_size = 1
   return Run(config, build.assemble(config.model), params, BytesWithEnds(), 0)
