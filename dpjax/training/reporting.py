@@ -127,13 +127,12 @@ def _drop_lines_after(path: Path, step: int) -> None:
     file.writelines(line + b"\n" for line in lines if _step_of(line) in range(step + 1))
 
 
-def _step_of(line: bytes) -> int | None:
+def _step_of(line: bytes) -> Any:
   """The step of a line of `metrics.jsonl`; None for a damaged line."""
   try:
-    step = json.loads(line)["step"]
+    return json.loads(line)["step"]
   except (ValueError, LookupError, TypeError):
     return None
-  return step if isinstance(step, int) else None
 
 
 class MetricsReader:

@@ -59,7 +59,7 @@ def test_without_its_base_a_case_is_no_case():
 @pytest.mark.parametrize(
   ("name", "parts"),
   [
-    ("ops", "shift_and_sum,lengths,attention,local,pooling"),
+    ("ops", "shift_and_sum,lengths,attention,state_space,local,pooling"),
     ("step", "hourglass"),
     ("generation", "operators,models,pooling"),
   ],
