@@ -267,9 +267,11 @@ def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
     return tuple(_with_dtype(y, dtype) for y in x)
   if not isinstance(x, nn.Module):
     return x
-  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name", "dtype"}
-  changes = {name: _with_dtype(getattr(x, name), dtype) for name in names}
-  return x.clone(**changes, **({"dtype": dtype} if hasattr(x, "dtype") else {}))
+  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name"}
+  changes: Any = {name: _with_dtype(getattr(x, name), dtype) for name in names}
+  if "dtype" in names:
+    changes["dtype"] = dtype
+  return x.clone(**changes)
 
 
 def _is_attention(x: Any) -> bool:
