@@ -14,10 +14,8 @@ import os
 import sys
 import time
 
-import torch
 from harness import serve
-from torch.nn import functional as F
-from torch_models import LanguageModel
+from torch_models import F, LanguageModel, torch
 
 
 class Rows:

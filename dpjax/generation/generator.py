@@ -269,9 +269,9 @@ def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
     return tuple(_with_dtype(y, dtype) for y in x)
   if not isinstance(x, nn.Module):
     return x
-  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name", "dtype"}
-  changes: dict[str, Any] = {name: _with_dtype(getattr(x, name), dtype) for name in names}
-  if hasattr(x, "dtype"):
+  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name"}
+  changes: Any = {name: _with_dtype(getattr(x, name), dtype) for name in names}
+  if "dtype" in names:
     changes["dtype"] = dtype
   return x.clone(**changes)
 
