@@ -272,7 +272,7 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
 def _is_damage(error: Exception) -> bool:
   """Whether a checkpoint that cannot be read for this error is damaged."""
   if isinstance(error, OSError):
-    return isinstance(error, FileNotFoundError)
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
   return not isinstance(error, UserError | MemoryError | RuntimeError)
 
 
@@ -284,8 +284,12 @@ def _refill(abstract: Any, array: Any) -> jax.Array:
 
 def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict, list[int]]:
   """The fields of a state in `target`, the meta and the saved fingerprints."""
+  metadata = path / "meta" / "metadata"
+  for file in path.rglob("*"):  # Orbax could wait for a pipe.
+    if not (file.is_file() or file.is_dir() and not file.is_symlink() and file != metadata):
+      raise ValueError(f"{file} is not a regular file")
   # Without the manager, whose `restore` ends with a barrier that an error would skip.
-  meta = dict(files.load_json(path / "meta" / "metadata"))
+  meta = dict(files.load_json(metadata))
   if meta["format"] > FORMAT:
     raise UserError(
       f"checkpoints: expected a format up to {FORMAT}, got {meta['format']}, which a "
