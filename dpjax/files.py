@@ -1,6 +1,7 @@
 """Files: opened only if regular, written completely or not at all, locked."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import logging
@@ -103,21 +104,50 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[IO[bytes]]:
-  """Gives a new file to fill, which then replaces `path`, completely or not at all.
-
-  data.json  ->  data.json.5f3c09ab44d1e207.tmp, which only a process that is killed leaves behind
-  """
-  new = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
+  """Gives a new file to fill, which then takes the place of `path`, completely or not at all."""
   try:
-    with new.open("xb") as file:
+    with temporary(path) as file:
       yield file
       sync(file)
-    os.replace(new, path)
+      if os.name == "nt":  # which neither renames nor removes an open file
+        file.close()
+      os.replace(file.name, path)
   except OSError as error:
     # A full disk is reported without the file's name.
     raise OSError(error.errno, error.strerror, str(path)) from error
-  finally:
-    new.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[IO[bytes]]:
+  """Gives a new file beside `path`, removed at the end; those that ended processes left go first.
+
+  data.json  ->  data.json.5f3c09ab44d1e207.tmp, locked until its process ends, however it does
+  """
+  for _ in left_beside(path):
+    pass
+  with contextlib.ExitStack() as stack:
+    exists = False
+    while not exists:
+      new = path.with_name(f"{short_name(path.name)}.{secrets.token_hex(8)}.tmp")
+      file = new.open("xb")
+      stack.callback(new.unlink, missing_ok=True)
+      stack.enter_context(file)
+      with contextlib.suppress(OSError):  # Without locks, nothing is removed either.
+        lock_descriptor(file.fileno())
+      exists = new.exists()  # Otherwise another process removed it before it was locked.
+    yield file
+
+
+def left_beside(path: Path) -> Iterator[Path]:
+  """The files of `temporary` that ended processes left beside `path`; each is removed after use."""
+  digits = "[0-9a-f]" * 16  # No file of somebody else is named like this.
+  for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.{digits}.tmp"):
+    with contextlib.suppress(OSError), left.open("r+b") as file:
+      if lock_descriptor(file.fileno(), blocking=False):
+        yield left
+        if os.name == "nt":
+          file.close()
+        left.unlink()
 
 
 def check_there(file: IO, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ from dpjax.commands import export
 from dpjax.config import registry
 from dpjax.models import build
 from dpjax.run import card as card_lib
-from dpjax.run import export as export_lib
 from dpjax.run import numpy_model
 from dpjax.run import workdir as workdir_lib
 from tests import helpers
@@ -152,17 +152,60 @@ def test_an_empty_folder_is_filled_with_the_settings_as_given(run, tmp_path):
   assert config_lib.load(str(folder)) == config_lib.load(str(run.workdir))
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch, exists):
-  folder = tmp_path / "out"
-  if exists:
-    folder.mkdir()
-  monkeypatch.setattr(
-    export_lib, "save_file", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-  )
-  with pytest.raises(dpjax.UserError, match="^folder: expected .* got .*out .full"):
-    run.save(folder)
-  assert [*tmp_path.rglob("*")] == [folder] * exists
+ENDED = """
+import os, shutil, sys, types
+from pathlib import Path
+from dpjax.run import export
+saved, folder, run = map(Path, sys.argv[1:4])
+
+def end_after(count, folder):
+  def step(work, *paths):
+    nonlocal count
+    count -= 1
+    if count < 0:  # as by SIGKILL, unless the process is to live on
+      print(os.getpid(), flush=True)
+      os._exit(9) if folder.name != "living" else sys.stdin.read()
+    return work(*paths)
+
+  def write(_, partial, *rest):
+    for path in saved.iterdir():
+      step(shutil.copytree if path.is_dir() else shutil.copy, path, partial / path.name)
+
+  export._write, move = write, os.replace
+  os.replace = lambda *paths: step(move, *paths)  # into a folder that exists
+  export.save(types.SimpleNamespace(workdir=run), folder, "float32")
+
+for name in sys.argv[4:]:
+  if not os.fork():
+    exists = name.startswith("empty")
+    exists and (folder / name).mkdir()
+    end_after(int(name[-1]), folder / name)
+    os._exit(0)
+  os.wait()
+print("living", flush=True)
+end_after(2, folder / "living")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system that cannot copy a process")
+def test_the_next_export_removes_what_a_killed_one_left_but_not_of_a_living_one(
+  run, saved, tmp_path
+):
+  # After some copies, or before some of the five moves into the empty folder.
+  names = "new0 new2 new5 empty0 empty3 empty6 empty8 empty9".split()
+  words = [sys.executable, "-c", ENDED, saved, tmp_path, run.workdir, *names]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  with subprocess.Popen(words, env=helpers.environment(), **pipes) as process:
+    while (line := process.stdout.readline()) != "living\n":
+      assert line, "the process has failed"
+    process.stdout.readline()
+    (living,) = tmp_path.glob("living.*.partial")
+    for path in map(tmp_path.joinpath, names):
+      run.save(path)
+      inside = [{x.relative_to(y) for x in y.rglob("*")} for y in (saved, path)]
+      assert inside[0] == inside[1], path
+    assert {*tmp_path.glob("*.partial")} == {living} and len([*tmp_path.glob("*.tmp")]) == 1
+    process.kill()
 
 
 def test_a_model_made_in_python_is_not_in_numpy(run, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import dpjax
+from dpjax.analysis import runs as runs_lib
 from dpjax.errors import UserError
 from dpjax.run import workdir as workdir_lib
 from tests import helpers, test_hostile
@@ -29,6 +30,16 @@ def made(text, tmp_path_factory):
   return folder
 
 
+def kinds_of(folder):
+  """The files of a run, one of each kind."""
+  found = {}
+  for path in sorted(x for x in folder.rglob("*") if x.is_file()):
+    name = path.relative_to(folder).as_posix()
+    kind = "tensorboard" if "tfevents" in name else str(Path(name).with_suffix(""))
+    found.setdefault("d" if "/d/" in name else kind, name)
+  return [*found.values()]
+
+
 def put_a_pipe(path, outside):
   os.mkfifo(path)
 
@@ -37,17 +48,33 @@ def put_a_device(path, outside):
   path.symlink_to("/dev/zero")
 
 
-def test_no_hard_link_is_written_through(made, text, tmp_path):
-  outside, names = tmp_path / "outside", ("metrics.jsonl", "losses.f32", "lock", "config.json")
-  for name in names:
-    folder = Path(shutil.copytree(made, tmp_path / name))
-    outside.write_bytes(before := (folder / name).read_bytes() + b"\n" * 8)
-    (folder / name).unlink()
-    os.link(outside, folder / name)
-    with contextlib.suppress(UserError):
+def put_a_hard_link(path, outside):
+  os.link(outside, path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without pipes")
+@pytest.mark.parametrize(
+  "put",
+  [helpers.slow_unless(x is put_a_pipe, x) for x in (put_a_pipe, put_a_device, put_a_hard_link)],
+)
+def test_what_is_no_plain_file_is_refused_or_left_alone(put, made, text, tmp_path):
+  for number, name in enumerate(kinds_of(made)):
+    folder = Path(shutil.copytree(made, tmp_path / f"run{number}"))
+    path, outside = folder / name, tmp_path / f"outside{number}"
+    before = path.read_bytes() + b"\n" * 8
+    outside.write_bytes(before)
+    path.unlink()
+    put(path, outside)
+    is_link = pytest.raises(UserError, match=f"{path}: expected a file with one name, got a hard")
+    refused = is_link if put is put_a_hard_link else contextlib.suppress(UserError)
+    with test_hostile.limited(20), refused:
+      dpjax.load(folder, model=helpers.bigrams)
+    with test_hostile.limited(20), contextlib.suppress(UserError):
+      runs_lib.read_runs([folder])
+    with test_hostile.limited(20), refused:
       dpjax.train(settings(text), folder, model=helpers.bigrams)
     assert outside.read_bytes() == before, name
-    outside.unlink()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("put", [put_a_pipe, put_a_device])

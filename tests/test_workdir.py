@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+import dpjax
 from dpjax import config as config_lib
 from dpjax import files
 from dpjax.errors import UserError
 from dpjax.run import workdir as workdir_lib
+from dpjax.training import reporting
 from tests import helpers
 
 HOLD = """
@@ -112,6 +114,25 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
     workdir_lib.resumes(tmp_path, config)
 
 
+@pytest.mark.parametrize("name", ["lock", "metrics.tmp", "checkpoints", "data/tokenizer.json"])
+def test_no_link_is_followed_out_of_the_folder(tmp_path, name):
+  victim, link = tmp_path / "victim", tmp_path / "run" / name
+  link.parent.mkdir(parents=True)
+  link.symlink_to(victim)
+  with pytest.raises(UserError, match=f"^workdir: .*, got {link}, a link to {victim} "):
+    dpjax.train(config_lib.default(), tmp_path / "run")
+  assert not victim.exists()
+
+
+def test_links_inside_of_the_folder_and_beside_the_run_are_nobodys_matter(tmp_path):
+  (tmp_path / "run" / "elsewhere").mkdir(parents=True)
+  (tmp_path / "run" / "checkpoints").symlink_to("elsewhere")
+  (tmp_path / "run" / "python").symlink_to("/usr/bin/env")
+  (tmp_path / "link").symlink_to("run")
+  with workdir_lib.lock(tmp_path / "link"):
+    assert (tmp_path / "run" / "lock").exists()
+
+
 def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   (tmp_path / "victim").write_text("of great worth")
   (tmp_path / "scores.json.7.tmp").symlink_to(tmp_path / "victim")
@@ -120,11 +141,32 @@ def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   assert files.load_json(tmp_path / "scores.json") == {"perplexity": 7.5}
 
 
-def test_an_error_leaves_the_old_file_and_no_part_of_the_new_one(tmp_path):
-  files.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
-  with pytest.raises(OSError, match="No space left on device: '.*scores.json'"):
-    with files.replacing_file(tmp_path / "scores.json") as file:
-      file.write(b"half")
-      raise OSError(errno.ENOSPC, "No space left on device")
-  assert [x.name for x in tmp_path.iterdir()] == ["scores.json"]
-  assert files.load_json(tmp_path / "scores.json") == {"perplexity": 7.5}
+HALF = """
+import pathlib, sys, time
+from dpjax import files
+with files.replacing_file(pathlib.Path(sys.argv[1])) as file:
+  file.write(b"half")
+  file.flush()
+  print("half", flush=True)
+  time.sleep(600)
+"""
+WRITTEN = {
+  "scores.json": lambda path: files.write_json(path, {}),
+  "metrics.jsonl": lambda path: reporting.Reporter(path.parent, 0, 7).__exit__(),
+}
+
+
+@helpers.needs_locks
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_killed_process_half_wrote_is_removed_but_not_a_living_ones(tmp_path, name):
+  words = [sys.executable, "-c", HALF, str(tmp_path / name)]
+  with subprocess.Popen(
+    words, env=helpers.environment(), stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout is not None and process.stdout.readline() == "half\n"
+    (tmp_path / f"{name}.mine.tmp").write_text("mine")
+    WRITTEN[name](tmp_path / name)
+    assert sorted(x.read_text() for x in tmp_path.glob("*.tmp")) == ["half", "mine"]
+    process.kill()
+  WRITTEN[name](tmp_path / name)
+  assert [x.read_text() for x in tmp_path.glob("*.tmp")] == ["mine"]

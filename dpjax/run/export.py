@@ -13,7 +13,6 @@
 
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -50,7 +49,7 @@ def save(
 ) -> None:
   """Writes a run into a new or empty folder, or commits it to a model, completely or not at all.
 
-  A process that is killed may leave a folder NAME.*.partial.
+  A process that is killed may leave a part in a folder that was there, without model.safetensors.
 
   Args:
     run: a `Run`.
@@ -81,25 +80,41 @@ def save(
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
+  inside = folder / folder.name
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):  # by killed processes
+    shutil.rmtree(left.with_suffix(".partial"), ignore_errors=True)
+  if folder.is_dir() and _is_unfinished(folder):
+    for name in {Path(x).parts[0] for x in _FILES}:
+      path = folder / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
   # An empty folder is filled: it may be somebody's current one, or a mount.
   exists = folder.exists()
-  parent, name = folder if exists else folder.parent, files.short_name(folder.name)
-  partial = parent / f"{name}.{secrets.token_hex(8)}.partial"
   try:
-    partial.mkdir(parents=True)
-    _write(run, partial, folder.name, dtype, license)
-    if exists:
-      # With the parameters, it becomes an exported run.
-      for path in sorted(partial.iterdir(), key=lambda x: x.name == workdir_lib.PARAMETERS):
-        os.replace(path, folder / path.name)
-    else:
-      os.replace(partial, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with files.temporary(inside if exists else folder) as lock:
+      partial = Path(lock.name).with_suffix(".partial")
+      try:
+        partial.mkdir()
+        _write(run, partial, folder.name, dtype, license)
+        if not exists:
+          os.replace(partial, folder)
+        else:
+          # config.json first and the parameters last, see `_is_unfinished`.
+          order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
+          for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
+            os.replace(path, folder / path.name)
+      finally:
+        shutil.rmtree(partial, ignore_errors=True)
   except (OSError, SafetensorError) as error:
     raise not_writable("folder", folder, error) from error
-  finally:
-    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_unfinished(folder: Path) -> bool:
+  """Whether a process was killed while it moved an export into the folder."""
+  settings = files.read_json(folder / "config.json")
+  return loading.CHECKSUMS in settings and not workdir_lib.is_exported(folder)
 
 
 def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:

@@ -13,6 +13,7 @@ lock             locked by the training process; names its host and number
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,12 +36,18 @@ PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoi
 _EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
 CHECKED = (*_EACH[1:], "frozen.json", "boundaries.json", "data/unigram.model")
 EXPORTED = ("config.json", "README.md", *CHECKED)
+# How the names begin of what training writes into the folder, with any endings.
+_WRITTEN = (
+  r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
+)
 
 
 def find(address: str | Path) -> Path:
   """The folder of a run, with ~ expanded; that of a model hf://OWNER/NAME[@REVISION] is downloaded.
 
-  A `UserError` if the model cannot be read, is not of dpjax, or its small files have changed.
+  A `UserError` if the model cannot be read, is not of dpjax, or its small files have changed; or a
+  file of a run is not a regular one with one name (those of an export may be hard links, as package
+  managers make them).
   """
   if not hub.is_address(address):
     folder = Path(os.path.expanduser(address))
@@ -54,6 +61,8 @@ def find(address: str | Path) -> Path:
       raise UserError(f"{address}: {expected}, got a repository without {', '.join(missing)}")
   if is_exported(folder):
     check_exported(folder, *CHECKED[1:])
+  elif is_run(folder):
+    check_files(folder)
   return folder
 
 
@@ -80,8 +89,8 @@ def check_exported(folder: Path, *names: str) -> bool:
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
-  A `UserError` if another process trains in it, it is an exported run, it cannot be written, or it
-  is removed.
+  A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
+  file of it is a link or not a regular file, or it is removed.
   """
   if is_exported(workdir):
     hint = "to train on, take a new workdir and it as train.init_from"
@@ -101,6 +110,7 @@ def lock(workdir: Path) -> Iterator[None]:
 def _open_lock(workdir: Path) -> IO[str]:
   """The locked file, with the name of this process in it."""
   try:
+    check_files(workdir, to_write=True)
     workdir.mkdir(parents=True, exist_ok=True)
     file = files.open_plain(workdir / "lock", "a+", encoding="utf-8")
   except OSError as error:
@@ -115,6 +125,35 @@ def _open_lock(workdir: Path) -> IO[str]:
     file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
   return file
+
+
+def check_files(workdir: Path, *, to_write: bool = False) -> None:
+  """A `UserError` if a file of a run is a device or a pipe, or has a second name, a hard link.
+
+  With `to_write`, also if it is a link out of the folder: training would change another file.
+  """
+  entries = workdir.iterdir() if workdir.is_dir() else ()
+  for entry in [entry for entry in entries if re.match(_WRITTEN, entry.name)]:
+    inner = (Path(place, x) for place, folders, names in os.walk(entry) for x in folders + names)
+    for path in (entry, *inner):
+      with contextlib.suppress(FileNotFoundError):  # of a run in training
+        _check_file(workdir, path, to_write)
+
+
+def _check_file(workdir: Path, path: Path, to_write: bool) -> None:
+  target = Path(os.path.realpath(path))  # also of a loop
+  if to_write and path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
+    raise UserError(
+      f"workdir: expected a run whose files are in its folder, got {path}, a link to "
+      f"{path.readlink()} (to keep them on another disk, let the folder itself be a link)"
+    )
+  if path.exists() and not path.is_dir():
+    files.check_plain(path)
+    if path.stat().st_nlink > 1:
+      raise UserError(
+        f"{path}: expected a file with one name, got a hard link; `cp -a {workdir} COPY` makes a "
+        "copy without links"
+      )
 
 
 def resumes(workdir: Path, config: ConfigDict) -> bool:
