@@ -325,7 +325,7 @@ def test_any_row_is_the_row_alone(name, monkeypatch):
 @pytest.mark.parametrize(
   "changes",
   [
-    dict(mixer="attention"),
+    dict(mixer="attention", num_layers=1),
     helpers.slow_unless(False, dict(mixer="relative_attention", positions="none")),
     helpers.slow_unless(False, dict(boundaries="whitespace", **POOLED)),
   ],
