@@ -30,8 +30,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
   1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
-  unknown). A run that resumes at `step` first drops later ones, and lines that cannot be read.
-  Without a terminal, reports of training are lines, not a progress bar.
+  unknown). A run that resumes at `step` first drops later ones; lines that cannot be read move to
+  `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -123,16 +123,21 @@ def _drop_lines_after(path: Path, step: int) -> None:
   if path.exists():
     with files.open_plain(path) as file:
       lines = file.read().split(b"\n")
+  pairs = [(line + b"\n", _step_of(line)) for line in filter(None, lines)]
+  if damaged := [line for line, line_step in pairs if line_step is None]:
+    with files.open_plain(path.with_name(path.name + ".damaged"), "ab") as file:
+      file.writelines(damaged)
   with files.replacing_file(path) as file:
-    file.writelines(line + b"\n" for line in lines if _step_of(line) in range(step + 1))
+    file.writelines(line for line, line_step in pairs if line_step in range(step + 1))
 
 
-def _step_of(line: bytes) -> Any:
+def _step_of(line: bytes) -> int | None:
   """The step of a line of `metrics.jsonl`; None for a damaged line."""
   try:
-    return json.loads(line)["step"]
+    step = json.loads(line)["step"]
   except (ValueError, LookupError, TypeError):
     return None
+  return step if isinstance(step, int) else None
 
 
 class MetricsReader:

@@ -103,7 +103,7 @@ def test_lines_after_the_step_of_a_resume_are_dropped(tmp_path):
   assert start.session_log.status == event_pb2.SessionLog.START
 
 
-def test_lines_that_cannot_be_read_are_dropped(tmp_path):
+def test_lines_that_cannot_be_read_are_set_aside(tmp_path):
   write(tmp_path, [2, 3])
   path = tmp_path / "metrics.jsonl"
   damage = b"not JSON", b'{"split": "train"}', b"[2]", b'{"step": "2"}', b'{"a": "\xff"}', bytes(5)
@@ -111,6 +111,8 @@ def test_lines_that_cannot_be_read_are_dropped(tmp_path):
   path.write_bytes(b"\n".join([*damage, path.read_bytes() + last]))
   write(tmp_path, [5], begin=4)
   assert steps(tmp_path) == [2, 3, 4, 5]
+  set_aside = (tmp_path / "metrics.jsonl.damaged").read_bytes()
+  assert set_aside == b"".join(line + b"\n" for line in damage)
   with path.open("a") as file:
     file.write('{"step": 6, "split": "train", "lo')
   write(tmp_path, [7], begin=6)
