@@ -274,7 +274,7 @@ def _advance(a, chunk: _Chunk, state):
 
 
 def _next_state(decays: _Decays, chunk: _Chunk, state):
-  written = (decays.written * decays.to_end[..., None]).astype(chunk.x.dtype)
-  added = product("bsgrp,bsgn->bgrpn", written, chunk.b)
+  written = decays.written.astype(decays.to_end.dtype) * decays.to_end[..., None]
+  added = product("bsgrp,bsgn->bgrpn", written.astype(chunk.x.dtype), chunk.b)
   over = decays.over.reshape(state.shape[0], state.shape[1])
   return over[..., None, None] * state + added.reshape(state.shape)

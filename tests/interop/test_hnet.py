@@ -243,7 +243,6 @@ def folder(tmp_path):
   return tmp_path
 
 
-@pytest.mark.usefixtures("standard_promotion")  # The operator mixes bfloat16 and float32.
 def test_files_of_both_kinds_load_alike(folder, monkeypatch):
   *_, state, _, _, params = prepare("one_stage")
   run = dpjax.load(folder)
@@ -277,7 +276,6 @@ def test_a_pickle_runs_no_code(folder, monkeypatch):
     dpjax.load(folder / "hnet.pt")
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
   *_, params = prepare("one_stage")
   files = {f"models/{x.name}": x.read_bytes() for x in folder.iterdir() if x.is_file()}
@@ -318,7 +316,6 @@ def test_generation_begins_and_ends_with_the_bytes_for_it(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
 def test_it_is_trained_further_and_exported(folder, tmp_path):
   config = dpjax.load(folder).config
   config.model.max_length = 32
