@@ -4,7 +4,8 @@
 
 prints a line of JSON when it is ready, and for every line that it reads generates tokens and prints
 the seconds of one (`harness.serve`); `benchmarks/generation.py` starts it. The modules are those of
-`benchmarks/torch_models.py`, with a static cache of keys and values whose filled part is read.
+`benchmarks/torch_models.py`, with a static cache of keys and values, of which it reads the filled
+part where it is eager.
 
 B batch, H head, M slot of a cache, E feature of a head.
 """
@@ -36,7 +37,7 @@ class Rows:
     shape = model["num_layers"], 2, settings["batch"], self.num_heads, model["max_length"], features
     self.cache = torch.randn(shape).to(self.dtype)
     # A layer, once for all.
-    self.block = torch.compile(self.block, dynamic=True) if settings["compile"] else self.block
+    self.block = torch.compile(self.block) if settings["compile"] else self.block
 
   def step(self, token_b, position):
     """The token after the one at a position."""
@@ -56,9 +57,14 @@ class Rows:
     """Writes a key and a value; attends to those up to them."""
     qkv = mixer.queries_keys_values(x_bd).view(len(x_bd), 3, self.num_heads, -1)
     q_bhe, k_bhe, v_bhe = qkv.unbind(1)
-    cache[0, :, :, position], cache[1, :, :, position] = k_bhe, v_bhe
-    k_bhme, v_bhme = cache[:, :, :, : position + 1]
-    y_bh1e = F.scaled_dot_product_attention(q_bhe[:, :, None], k_bhme, v_bhme)
+    if self.settings["compile"]:  # A program for all positions reads all slots.
+      for kept, new in zip(cache, (k_bhe, v_bhe), strict=True):
+        kept.index_copy_(2, position, new[:, :, None])
+      (k_bhme, v_bhme), mask = cache, (torch.arange(cache.shape[3]) <= position)[None]
+    else:
+      cache[0, :, :, position], cache[1, :, :, position] = k_bhe, v_bhe
+      (k_bhme, v_bhme), mask = cache[:, :, :, : position + 1], None
+    y_bh1e = F.scaled_dot_product_attention(q_bhe[:, :, None], k_bhme, v_bhme, mask)
     return mixer.out(y_bh1e.reshape(x_bd.shape))
 
   @torch.inference_mode()
@@ -68,7 +74,8 @@ class Rows:
     first, tokens = self.settings["prompt"] + 16, self.settings["tokens"]
     start = time.perf_counter()
     for position in range(first, first + tokens):
-      token_b = self.step(token_b, position)
+      is_compiled = self.settings["compile"]
+      token_b = self.step(token_b, torch.tensor([position]) if is_compiled else position)
     token_b.tolist()
     return {"seconds": (time.perf_counter() - start) / tokens}
 
