@@ -139,7 +139,7 @@ def check_settings(
       raise ValueError(f"{name}: expected True or False, got {value!r}")
     if name == "dtype":
       arrays.float_dtype(value)
-    if name.endswith(("_std", "epsilon")):
+    if name.endswith(("_std", "_scale", "epsilon")):
       arrays.number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
   if implementations is not None and module.implementation is not None:
     if str(module.implementation) not in implementations:
