@@ -235,7 +235,7 @@ def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, chunk_b
   [
     ("bytes", Unigram(1, file="none.model").text_boundaries, "model.boundaries.file: .*none.model"),
     ("bytes", Unigram(1, size=1000).text_boundaries, "model.boundaries.size: expected at most "),
-    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes or bytes_with_ends with .*, got bpe"),
+    ("bpe", UNIGRAM, "data.tokenizer: expected characters or bytes or .*, got bpe"),
   ],
 )
 def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus, variant, boundaries, message):
