@@ -1,13 +1,13 @@
-"""The authors' own models, optimisers and batches, of a checkout of their repositories.
+"""The authors' own models, optimisers and batches, from checkouts of their repositories.
 
-FOLDER holds the two, as git clones them; nothing of them is part of this project:
+FOLDER holds clones of the two; no part of them belongs to this project:
 
   git clone https://github.com/fractalego/dispatcher        # 239608c
   git clone https://github.com/PiotrNawrot/dynamic-pooling  # 1e6f360
 
 Their training scripts cannot be imported (one needs a GPU, the other a torchtext that no
-longer exists), so the few lines of an update stand here. What today's PyTorch needs: it
-passes `is_causal` to the layers of self-attention, which do not know it.
+longer exists), so the few lines of an update are repeated here. One change is for current
+PyTorch: it passes `is_causal` to the layers of self-attention, which do not accept it.
 
 B batch, T position.
 """
@@ -35,7 +35,7 @@ except ImportError as error:
   raise ImportError("torch: expected PyTorch, no dependency of dpjax, got none") from error
 
 ATTENTION = ("dispatcher", "msa")
-# Where segments end -> what their code calls it.
+# Where segments end -> the name in their code.
 BOUNDARIES = {
   "none": "none",
   "fixed4": "fixed",
@@ -54,7 +54,7 @@ Batch = dict[str, np.ndarray]
 
 
 class Authors:
-  """A model of theirs and its optimiser."""
+  """One of their models and its optimiser."""
 
   def __init__(
     self,
@@ -68,17 +68,17 @@ class Authors:
     dropout: float = 0.0,
     seed: int = 0,
   ):
-    """Builds and initialises it as their scripts do.
+    """Builds and initialises the model as their scripts do.
 
     Args:
       reference: the folder with their repositories.
-      name: of `NAMES`.
+      name: one of `NAMES`.
       vocab_size: V.
       width: D; the Dispatcher's feed-forward layers have D, those of pooling 4 D.
-      num_layers: of all stacks; of pooling, the first and last have one.
+      num_layers: the layers of all stacks; with pooling, the first and last have one.
       length: the longest T.
-      dropout: of all places.
-      seed: of initial weights and dropout.
+      dropout: the rate everywhere.
+      seed: the seed of initial weights and dropout.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -97,11 +97,11 @@ class Authors:
     return {name: x.detach().numpy().copy() for name, x in self.model.state_dict().items()}
 
   def update(self, batch: Batch, rate: float) -> tuple[float, float]:
-    """One update of their training loop.
+    """Performs one update of their training loop.
 
     Returns:
-      The loss of the tokens before it, nats a token, and the share of positions at which a
-      segment ends, 0 without pooling.
+      The loss of the tokens before the update, in nats per token, and the share of positions
+      at which a segment ends, 0 without pooling.
     """
     self.optimizer.param_groups[0]["lr"] = rate
     self.optimizer.zero_grad()
@@ -117,7 +117,7 @@ class Authors:
         None if batch.get(x) is None else torch.from_numpy(batch[x])
         for x in ("boundaries", "noise")
       )
-      # Of what dropout 0 leaves to draw, the Gumbel noise alone is drawn by this function.
+      # Without dropout, this function is called only for the Gumbel noise.
       drawn = mock.patch.object(torch, "rand", lambda *_, **__: noise)
       with contextlib.nullcontext() if noise is None else drawn:
         nats, stats, aux, _ = self.model(
@@ -131,7 +131,7 @@ class Authors:
     return loss.item(), stats.get("p_ones", 0.0)
 
   def spoil(self, fault: str) -> None:
-    """Puts one of `FAULTS` into the model, so that a comparison can be seen to notice it."""
+    """Puts one of `FAULTS` into the model, to show that a comparison detects it."""
     if fault == "epsilon":
       for norm in self._all(nn.LayerNorm):
         norm.eps = 1e-6
@@ -157,7 +157,7 @@ class Authors:
 def rates(name: str, peak: float, num_steps: int) -> np.ndarray:
   """The rate of each update, [num_steps].
 
-  The Dispatcher's is constant. That of pooling: the first update at the peak, a linear
+  The Dispatcher's is constant. With pooling: the first update at the peak, a linear
   warm-up of a fiftieth of the updates, half a cosine.
   """
   if name in ATTENTION:
@@ -171,11 +171,11 @@ def rates(name: str, peak: float, num_steps: int) -> np.ndarray:
 
 
 def rows_of(tokens: np.ndarray, batch_size: int, length: int) -> Iterator[Batch]:
-  """The Dispatcher's batches: B rows of the text, windows in order, again and again."""
+  """The Dispatcher's batches: B rows of the text, windows in order, repeated forever."""
   steps = len(tokens) // batch_size
   rows = np.asarray(tokens[: steps * batch_size]).reshape(batch_size, steps)
   while True:
-    # A last window that is shorter is another shape to compile: it is left out, on both sides.
+    # A shorter last window would need another compilation: both sides leave it out.
     for begin in range(0, steps - length, length):
       yield {
         "tokens": rows[:, begin : begin + length],
@@ -193,16 +193,16 @@ def windows_of(
   length: int,
   seed: int = 0,
 ) -> Iterator[Batch]:
-  """The batches of pooling, by their own iterator: rolled rows, windows in another order.
+  """The batches of pooling, from their own iterator: rolled rows, windows in another order.
 
   Args:
     reference: as in `Authors`.
-    name: of `BOUNDARIES`.
-    folder: with train.txt, valid.txt and test.txt.
-    characters: of each id: their own order is by frequency.
+    name: one of `BOUNDARIES`.
+    folder: contains train.txt, valid.txt and test.txt.
+    characters: the character of each id; their own order is by frequency.
     batch_size: B.
     length: T.
-    seed: of rolls, orders and noise.
+    seed: the seed of rolls, orders and noise.
   """
   data_utils = _pooling_module(reference, "data_utils")
   corpus = data_utils.get_lm_corpus(str(folder), "text8")
@@ -224,7 +224,7 @@ def windows_of(
   epoch = 0
   while True:
     epoch += 1
-    # Fixed boundaries are theirs of the whole text, which a roll would move within windows.
+    # Fixed boundaries are theirs for the full text, which a roll would move within windows.
     if name != "fixed4":
       train.roll(seed=seed + epoch)
     begins = list(range(0, train.data_len - 1 - length, length))
@@ -240,7 +240,7 @@ def windows_of(
 
 
 def settings_of(name: str, space_ids: tuple[int, ...]) -> dict[str, Any]:
-  """What `dpjax.interop.from_torch` cannot read off their file."""
+  """The settings that `dpjax.interop.from_torch` cannot infer from their file."""
   if name in ATTENTION:
     return {}
   kind = {"fixed4": "fixed"}.get(name, name)
@@ -295,7 +295,7 @@ def _pooling(reference, name, vocab_size, width, num_layers, dropout) -> nn.Modu
 
 
 def _pooling_module(reference: Path, name: str) -> Any:
-  """A module of theirs; they import each other by name."""
+  """Imports one of their modules; they import each other by name."""
   folder = str(reference / "dynamic-pooling")
   if not Path(folder).is_dir():
     raise UserError(f"reference: expected the authors' repository in {folder}, got no such folder")

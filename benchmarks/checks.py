@@ -2,11 +2,11 @@
 
   python benchmarks/checks.py --out results/checks_h200.json
 
-Of an operator, its result and the gradients with respect to all floats; of a training step, the
-loss and all gradients together. A difference is the norm of the difference over the norm on the
+For an operator, compares its result and gradients with respect to all floats; for a training step,
+the loss and all gradients together. A difference is the norm of the difference over the norm on the
 CPU, and each check has a tolerance. Float32 is multiplied with the precision "highest", not as
 TF32. A resumed run is compared with one that never stopped. Without an accelerator, the CPU is
-compared with itself. Status 1: a difference exceeds its tolerance.
+compared with itself. Exits with status 1 if a difference exceeds its tolerance.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def operators(is_tiny: bool) -> Iterator[tuple[str, Callable, tuple[np.ndarray, 
 
 
 def with_gradients(operator: Callable) -> Callable:
-  """(arrays) -> the result, and the gradients of a weighted sum by all floats."""
+  """(arrays) -> the result, and the gradients of a weighted sum with respect to all floats."""
 
   def run(*arrays):
     floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -131,7 +131,7 @@ def step_check(name: str, products: str, devices: list) -> list:
   trainer = training.make_step_spec(config, model, 10, optax.sgd(1.0))
   abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
   initial = step.jit_init(model, trainer.optimizer, 0, abstract)  # once, for all devices
-  # As NumPy's arrays, since an update takes the buffers of its state.
+  # As NumPy arrays, since an update donates the buffers of its state.
   initial = jax.device_get(dataclasses.replace(initial, key=jax.random.key_data(initial.key)))
   results, steps = [], {}
   for device in devices:
@@ -179,7 +179,7 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def checks(is_tiny: bool) -> Iterator[tuple[str, Callable[[list], list], float]]:
-  """Name, a function of the devices that gives a result of each, tolerance."""
+  """Name, a function that returns a result for each of the devices, tolerance."""
   for name, operator, arrays, tolerance in operators(is_tiny):
     yield name, functools.partial(operator_check, operator, arrays), tolerance
   for name, (config, tolerance) in STEPS.items():
@@ -215,13 +215,13 @@ def main() -> None:
       traceback.print_exc()
       found = {"error": str(error).splitlines()[:1], "passes": False}
     found["seconds"] = round(time.perf_counter() - start, 1)
-    with lock:  # After each check: the time may be up.
+    with lock:  # Written after each check: the time may run out.
       report["checks"][name] = found
       path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"{'right' if found['passes'] else 'WRONG'}  {name}: {found}", flush=True)
 
   every = [*checks(arguments.scale == "tiny")]
-  # What compiles for an accelerator uses the cores of its host; the resumed run is the last check.
+  # Compiling for an accelerator uses the cores of its host; the resumed run is the last check.
   with futures.ThreadPoolExecutor(1 if devices[0].platform == "cpu" else 8) as pool:
     list(pool.map(look, every[:-1]))
   look(every[-1])

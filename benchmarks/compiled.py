@@ -1,11 +1,11 @@
-"""What every configuration takes of an accelerator in training, by `dpjax compile`, without one.
+"""Reports by `dpjax compile` what each configuration needs to train on an accelerator.
 
   python benchmarks/compiled.py --topologies=h100,v5e:2x2 --out=runs/compiled.json
   python benchmarks/compiled.py --scale --topologies=h100:8,v5e:16x16 --out=runs/compiled.json
 
---scale takes the papers' largest models and one of a billion parameters instead, with
-train.param_sharding replicated and fsdp, and a batch of 8 rows for each device. What is in the file
-already is not compiled again. Prints a table as in docs/accelerators.md.
+--scale uses the papers' largest models and one of a billion parameters instead, with
+train.param_sharding replicated and fsdp, and a batch of 8 rows for each device. Cases
+in the file are not compiled again. Prints a table as in docs/accelerators.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dpjax import config as config_lib
 from dpjax import files
 from dpjax.errors import exit_on_user_error
 
-# Vocabularies that a run gets from its text.
+# Vocabularies that a run derives from its text.
 VOCABULARIES = {
   "dispatcher_ptb": 8_558,
   "msa_ptb": 8_558,
@@ -58,7 +58,7 @@ def settings_of(name: str) -> list[str]:
 
 
 def run(config: str, topology: str, settings: list[str]) -> dict:
-  """Compiles in a process of its own; a failure has the message of its error."""
+  """Compiles in a separate process; a failure is returned with its error message."""
   with tempfile.TemporaryDirectory() as folder:
     out = pathlib.Path(folder, "result.json")
     command = [sys.executable, "-m", "dpjax", "compile", f"--config={config}", f"--out={out}"]

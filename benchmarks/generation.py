@@ -1,21 +1,21 @@
-"""A token by the cache beside a pass over the window: operators, models, token pooling.
+"""Times a cached token against a pass over the window: operators, models, token pooling.
 
   python benchmarks/generation.py --parts=models --out results/generation
 
 Float32, one token of every row a step, in a compiled scan over tokens that carries the cache; times
-are of one token. Programs begin with a cache that is full but for the tokens that are measured:
-random numbers, and the length set. The parts:
+are of one token. Programs begin with a cache that is full except for the tokens that are measured:
+random numbers, with the length set. The parts:
 
   operators  shift-and-sum and attention, base "cached"; "window" is one pass over all T positions
   models     6 layers of the papers' models, greedy, base "cached"
   pooling    the pooling paper's model, 2 + 8 + 2 layers with boundaries at spaces, base "no
-             pooling", 12 layers. Words are made up, with text8's 4.9 letters on average
+             pooling", 12 layers. Words are random, with text8's 4.9 letters on average
   peers      `dpjax.generation.Generator` in float32 (the base) and bfloat16, beside PyTorch
              (`benchmarks/torch_generation.py`), eager and compiled, and beside the products of
-             one token alone: every matrix of the model once, from memory
+             just one token: every matrix of the model once, from memory
 
-In "peers" the first 16 tokens are not timed, and with them not the prompt; "compiled in" is the
-seconds of the first run, with that of 64 more tokens or less.
+In "peers" neither the prompt nor the first 16 tokens are timed; "compiled in" is the
+seconds of the first run, including at most 64 more tokens.
 """
 
 import functools
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
   "attention": dict(mixer=dict(name="attention", num_heads=8)),
   "relative attention": RELATIVE,
 }
-MORE_LETTERS = 3.9  # of a word, after its first
+MORE_LETTERS = 3.9  # of a word, after the first
 
 
 def draw(*shape: int) -> jax.Array:
@@ -57,7 +57,7 @@ def draw(*shape: int) -> jax.Array:
 
 
 def filled(cache: Any, length: int) -> Any:
-  """The cache of rows of `length` random tokens."""
+  """Fills the cache with rows of `length` random tokens."""
 
   def fill(leaf):
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -76,7 +76,7 @@ def scanned(step: Callable) -> Any:
 
 
 def loop(step: Callable, cache: Any, inputs: Any, params: Any = None) -> harness.Program:
-  """Seconds of a token in a scan of step: (params, cache, input) -> (cache, output)."""
+  """Seconds per token in a scan of step: (params, cache, input) -> (cache, output)."""
   tokens = len(jax.tree.leaves(inputs)[0])
   start = time.perf_counter()
   compiled = scanned(step).lower(params, cache, inputs).compile()
@@ -130,7 +130,7 @@ def operators(quick: bool) -> Iterator[harness.Case]:
 
 
 def build(settings: dict[str, Any]) -> tuple[Any, Any]:
-  """A model of these settings, and its parameters as `init` gives them."""
+  """A model with these settings, and its parameters from `init`."""
   model = build_model(config.from_dict({"model": settings}).model)
   params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
   return model, params
@@ -204,14 +204,14 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
 
 
 def timed(run: Callable[[], float]) -> harness.Program:
-  """A program that has compiled, with the seconds of its first run."""
+  """A compiled program, with the seconds of its first run."""
   start = time.perf_counter()
   run()
   return harness.Program(run, {"compile_seconds": time.perf_counter() - start})
 
 
 def generated(settings: dict, dtype: str, batch: int, prompt: int, tokens: int) -> Any:
-  """Seconds of a token of all rows by a `Generator`, and its model and parameters."""
+  """Seconds per token of all rows with a `Generator`, and its model and parameters."""
   model, params = build(settings)
   whole = config.from_dict({"model": settings})
   generator = Generator(whole.model, whole.sample, model, Bytes())
@@ -228,7 +228,7 @@ def generated(settings: dict, dtype: str, batch: int, prompt: int, tokens: int) 
 
 
 def products(model: Any, params: Any, dtype: str, batch: int, tokens: int) -> harness.Program:
-  """Every matrix of a model times a row for each row of the batch, in float32 or bfloat16."""
+  """Multiplies each matrix of a model by one vector per row, in float32 or bfloat16."""
   kernels = [
     x.reshape(x.shape[0], -1).astype(dtype)
     for path, x in jax.tree.leaves_with_path(jax.jit(model.unstack)(params))
@@ -246,7 +246,7 @@ def products(model: Any, params: Any, dtype: str, batch: int, tokens: int) -> ha
 
 
 def torch_program(settings: dict, **options: Any) -> harness.Program | str:
-  """The same by `benchmarks/torch_generation.py`, in a process of its own."""
+  """The same by `benchmarks/torch_generation.py`, in a separate process."""
   if importlib.util.find_spec("torch") is None:
     return "PyTorch is not installed"
   settings = config.from_dict({"model": settings}).model.to_dict()

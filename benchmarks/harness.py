@@ -1,4 +1,4 @@
-"""Times programs in turn: what the benchmarks share.
+"""Times programs in turn; shared by the benchmarks.
 
 A case has programs that do the same work, one of which is its base. They run in turn, round by
 round, first with the machine to themselves and then beside a neighbour, a process that copies
@@ -10,8 +10,8 @@ A report is JSON: for each part the machine, the command and the cases,
     "temporary_mib": 57.1, "compile_seconds": 0.4,
     "quiet": {"milliseconds": 21.0, "quartiles": [20.8, 21.5], "ratio": 0.9}, "busy": {...}}}}
 
-with a table of it on the terminal and a figure beside it. Parts of an earlier report that are not
-measured again stay, each with the machine that measured it.
+with a table on the terminal and a figure beside the file. Parts of an earlier report that are not
+measured again are kept, each with the machine that measured it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-# By default glibc maps a buffer of 32 MiB or more anew for every call, and the page faults (about
+# By default glibc maps a new buffer of 32 MiB or more for every call, and the page faults (about
 # 7 ms for 32 MiB) hide what is measured. With these, the heap never shrinks.
 ALLOCATOR = {
   "MALLOC_ARENA_MAX": "1",
@@ -58,8 +58,8 @@ class Program:
   """A program to time.
 
   Attributes:
-    run: runs it once, to its end, and returns the seconds.
-    facts: what the report says of it beside times.
+    run: runs it once to completion, and returns the seconds.
+    facts: what the report says about it besides times.
   """
 
   run: Callable[[], float]
@@ -72,8 +72,8 @@ class Case:
 
   Attributes:
     name: says what they compute.
-    base: the program that ratios are to.
-    programs: by name; a text says why a program is left out.
+    base: the program that ratios are relative to.
+    programs: the programs by name; a string says why one is left out.
   """
 
   name: str
@@ -82,7 +82,7 @@ class Case:
 
 
 def compiled(function: Callable, *arguments: Any) -> Program | str:
-  """A jitted function of these arguments; a text if it needs too much memory."""
+  """Compiles a function for these arguments; a string if it needs too much memory."""
   import jax
 
   start = time.perf_counter()
@@ -100,7 +100,7 @@ def compiled(function: Callable, *arguments: Any) -> Program | str:
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
-  if jax.default_backend() != "cpu":  # Which takes a call while it computes the one before.
+  if jax.default_backend() != "cpu":  # Calls are accepted while the previous one is computed.
     run()
     calls = max(1, min(20, int(0.02 / run())))
     return Program(lambda: run(calls), {"temporary_mib": mib, "compile_seconds": seconds})
@@ -108,7 +108,7 @@ def compiled(function: Callable, *arguments: Any) -> Program | str:
 
 
 def compile_all(functions: Mapping[str, Callable], *arguments: Any) -> dict[str, Program | str]:
-  """`compiled` of each function; for an accelerator, on all cores of its host at once."""
+  """Applies `compiled` to each function; for an accelerator, on all cores of its host at once."""
   import jax
 
   is_cpu = jax.default_backend() == "cpu"
@@ -118,11 +118,11 @@ def compile_all(functions: Mapping[str, Callable], *arguments: Any) -> dict[str,
 
 
 class Process:
-  """A program in a process of its own, which answers lines of JSON (`serve`).
+  """A program in a separate process, which answers lines of JSON (`serve`).
 
   Args:
-    command: what starts it, after the interpreter.
-    environment: beside this process's and `ALLOCATOR`.
+    command: the arguments of the interpreter.
+    environment: variables besides this process's and `ALLOCATOR`.
   """
 
   def __init__(self, command: Iterable[str], environment: Mapping[str, str] | None = None):
@@ -135,7 +135,7 @@ class Process:
     )
 
   def read(self) -> dict[str, Any]:
-    """Its next line.
+    """Reads its next line.
 
     Raises:
       RuntimeError: it has ended.
@@ -146,28 +146,28 @@ class Process:
     return json.loads(line)
 
   def ask(self, question: str = "run") -> dict[str, Any]:
-    """Its answer to a line."""
+    """Sends a line, and returns the answer."""
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.write(question + "\n")
       self._process.stdin.flush()
     return self.read()
 
   def close(self) -> None:
-    """Ends it."""
+    """Ends the process."""
     self._process.kill()
     self._process.communicate()
 
 
 def serve(facts: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]) -> None:
-  """Prints the facts of a program, then for every line read what one run of it gives."""
+  """Prints the facts of a program, then the result of one run for every line read."""
   print(json.dumps(facts), flush=True)
   for _ in sys.stdin:
     print(json.dumps(run()), flush=True)
 
 
 def peak_mib() -> float:
-  """The most that this process has had in memory, MiB."""
-  import resource  # of Unix alone
+  """The peak memory of this process, MiB."""
+  import resource  # Unix only
 
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak / (2**20 if sys.platform == "darwin" else 2**10)
@@ -193,7 +193,7 @@ def neighbour() -> Iterator[None]:
 def take_turns(
   programs: Mapping[str, Program], rounds: int, max_seconds: float
 ) -> dict[str, np.ndarray]:
-  """The seconds of every round, [rounds]; after `max_seconds` no further round begins."""
+  """The seconds of every round, [rounds]; no round begins after `max_seconds`."""
   names, seconds = [*programs], {name: [] for name in programs}
   begin = time.perf_counter()
   for number in range(rounds):
@@ -206,7 +206,7 @@ def take_turns(
 
 
 def conditions() -> tuple[str, ...]:
-  """What can be measured: a neighbour on the processor does not disturb an accelerator."""
+  """The conditions to measure: a neighbour on the CPU does not disturb an accelerator."""
   import jax
 
   return ("quiet", "busy") if jax.default_backend() == "cpu" else ("quiet",)
@@ -215,14 +215,14 @@ def conditions() -> tuple[str, ...]:
 def compare(
   case: Case, *, rounds: int, max_seconds: float, conditions: Iterable[str] = ("quiet", "busy")
 ) -> dict[str, Any]:
-  """Measures a case: its entry in the report.
+  """Measures a case, and returns its entry in the report.
 
   Args:
     case: the programs.
     rounds: the number of rounds in each condition.
     max_seconds: see `take_turns`; a program whose first run takes a third of it is left out,
       unless it is the base.
-    conditions: of "quiet" and "busy".
+    conditions: some of "quiet" and "busy".
 
   Raises:
     RuntimeError: the base is left out.
@@ -280,7 +280,7 @@ def describe_machine() -> dict[str, Any]:
   """The device, the processor and its rate, its cores, the versions and the allocator.
 
   Processors of one name may be generations apart: the family, the model, and the rates of a large
-  product say which it is.
+  product identify it.
   """
   import jax
 
@@ -305,7 +305,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def table(entry: Mapping[str, Any]) -> str:
-  """The entry of a case as a Markdown table."""
+  """Formats the entry of a case as a Markdown table."""
   lines = [f"{entry['case']} (ratios to {entry['base']})", ""]
   lines += [
     "| program | ms | ratio | beside a neighbour | MiB | compiled in |",
@@ -367,8 +367,8 @@ def main(
 
   Args:
     description: the benchmark's docstring.
-    parts: by name, the cases, small ones if the argument is true.
-    name: of the report in results/.
+    parts: functions by name that return cases, small ones if the argument is true.
+    name: the name of the report in results/.
     rounds: see `compare`.
     max_seconds: see `compare`.
   """
@@ -380,7 +380,7 @@ def main(
     "--out", help=f"path without suffix; results/{name}, or nothing is written with --quick"
   )
   parser.add_argument("--quick", action="store_true", help="small cases, three rounds")
-  parser.add_argument("--rounds", type=int, default=rounds, help="of each condition")
+  parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each condition")
   parser.add_argument("--parts", default=",".join(parts), help=",".join(parts))
   arguments = parser.parse_args()
   chosen = arguments.parts.split(",")

@@ -1,18 +1,18 @@
-"""Time and memory of the operators' implementations, beside forms that one would write first.
+"""Time and memory of the operators' implementations, compared with naive ones.
 
   python benchmarks/ops.py --parts=attention --out results/ops
 
 "forward" is the result, "gradient" the result and all gradients, in float32 unless the case says
-otherwise. An accelerator gets larger batches, and the gradients alone. "default" is what the
-operator chooses. The parts:
+otherwise. An accelerator gets larger batches, and only the gradients. "default" is the
+operator's choice. The parts:
 
   products       the three products of a linear layer, base "float32": bfloat16 factors with sums
-                 in float32 as XLA takes them, and `ops.products.product`, which moves a factor
+                 in float32 as XLA computes them, and `ops.products.product`, which moves a factor
   shift_and_sum  each implementation, base "unrolled" (static shifts with JAX's own gradient);
                  "copy" is one read and one write of the values, a kernel's physical limit. Beside
-                 attention of one head; and with levels dropped at a rate, averaged over draws
+                 attention with one head; also with dropped levels, averaged over draws
   convolution    each implementation for taps of every rank (ME; WE and HE; SHE), base "toeplitz";
-                 "plain" is a textbook scan over the lags; attention of 1 and 32 heads
+                 "plain" is a textbook scan over the lags; attention with 1 and 32 heads
   lengths        the same over lengths and small batches: what `choose_implementation` is read from
   attention      causal and relative attention in tiles, base "whole": all weights at once
   state_space    `selective_state_space` by the size of its chunks, base "attention" of the same
@@ -54,7 +54,7 @@ def draw(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 def gradient(function: Callable, *arguments: Any) -> tuple:
-  """The result and the gradients of its sum by all arguments."""
+  """The result, and the gradients of its sum with respect to all arguments."""
   result, pull = jax.vjp(function, *arguments)
   return result, *pull(jnp.ones_like(result))
 
@@ -136,7 +136,7 @@ def dropped(values: jax.Array, gates: jax.Array, rate: float) -> harness.Program
 
 
 def plain_convolution(inputs: jax.Array, filters: jax.Array) -> jax.Array:
-  """The sum over the lags as one writes it first."""
+  """The naive sum over the lags."""
   places = jnp.arange(inputs.shape[1])
 
   def body(result, lag_and_tap):
@@ -337,7 +337,7 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
 
 
 def draw_boundaries(batch: int, length: int) -> tuple[jax.Array, int]:
-  """[B, T], one boundary in five tokens; and the most segments of a row."""
+  """[B, T], one boundary in five tokens; and the largest number of segments in a row."""
   is_end = np.random.default_rng(0).uniform(size=(batch, length)) < 1 / TOKENS_A_BOUNDARY
   return jnp.asarray(is_end, jnp.int32), int(is_end.sum(axis=1).max())
 

@@ -3,8 +3,8 @@
   python benchmarks/released_hnet.py --name=1stage_L --dtype=bfloat16
 
 Writes the authors' names and shapes as FOLDER/NAME.safetensors, in float32, if it is missing, and
-prints the seconds, the peak of memory so far, and bytes a second. The weights are those that
-training begins with, but for the routing, whose boundaries are as they fall.
+prints the seconds, the peak memory so far, and bytes per second. The weights are those at the
+start of training, except for the routing, whose boundaries are arbitrary.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Training steps of the papers' models, beside PyTorch's and beside attention's.
+"""Times training steps of the papers' models against PyTorch and attention.
 
   python benchmarks/step.py --parts=dispatcher,extractors --out results/step
 
 A step is the gradient of the mean loss of a fixed batch, clipping where the paper clips, and an
 update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_models.py`, with the
-papers' dropout. Each program is a process of its own with the same parameters, batch, threads or
-GPU; ratios are to dpjax in float32. "products" is `train.matmul_dtype=bfloat16`, "bfloat16" of
+papers' dropout. Each program is a separate process with the same parameters, batch, threads or
+GPU; ratios are to dpjax in float32. "products" is `train.matmul_dtype=bfloat16`, "bfloat16" for
 dpjax `model.dtype`. PyTorch runs eagerly, compiled, and with bfloat16 by autocast. A GPU multiplies
-float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's boundaries. Parts:
+float32 as TF32 in both. Without PyTorch, and with Gumbel boundaries, only dpjax is timed. Parts:
 
   paper        the Dispatcher at its paper's batch, 20 x 512
   dispatcher   the Dispatcher and masked self-attention, 4 x 512
@@ -17,8 +17,8 @@ float32 of both as TF32. Only dpjax is timed without PyTorch, and with Gumbel's 
   lengths      the Dispatcher beside attention, batch 1, over T: the Dispatcher paper's Fig. 2
   factors      the pooling paper's model over the shortening factor, 1 x 2048: its Fig. 5
 
-"temporary_mib" is the compiler's plan beside parameters and Adam's moments; "grown_mib" is how much
-the process has grown since it was ready, less Adam's moments where the first step makes them.
+"temporary_mib" is the compiler's plan besides parameters and Adam's moments; "grown_mib" is by how
+much the process has grown since it was ready, less Adam's moments where the first step makes them.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ FORMS = dict.fromkeys(("she", "he", "we", "me"), ("convolution", "fft"))
 
 
 def settings_of(paper: Mapping, batch: int, quick: bool = False, **model: Any) -> dict[str, Any]:
-  """What a process is told: the model, the optimizer and the batch."""
+  """The settings of a process: the model, the optimizer and the batch."""
   given = paper["model"] | model
   if quick:
     given |= {key: value for key, value in SMALL.items() if key not in model}
@@ -85,7 +85,7 @@ def pooled(factor: int, quick: bool = False) -> dict[str, Any]:
 
 
 def serve_jax(settings: Mapping) -> None:
-  """A training step of dpjax, as a process."""
+  """Serves a training step of dpjax, in its own process."""
   import jax
   import numpy as np
 
@@ -139,7 +139,7 @@ def serve_jax(settings: Mapping) -> None:
 
 
 def torch_ways() -> dict[str, dict[str, Any]]:
-  """How PyTorch runs, by name; none without it."""
+  """How PyTorch runs, by name; {} without PyTorch."""
   if importlib.util.find_spec("torch") is None:
     return {}
   ways = {"PyTorch": {}, "PyTorch, compiled": {"compile": True}}
@@ -149,7 +149,7 @@ def torch_ways() -> dict[str, dict[str, Any]]:
 def programs(
   settings: Mapping, stack: contextlib.ExitStack, dtype: str = ""
 ) -> dict[str, harness.Program]:
-  """Both libraries in all their ways, or those of a dtype: a model in processes of their own."""
+  """Processes that run a model in both libraries in all ways, or in those of a dtype."""
   import jax
 
   device = jax.default_backend()
@@ -176,7 +176,7 @@ def programs(
     process = harness.Process(map(str, command), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
     stack.callback(process.close)
     started[name] = process
-    if device == "cpu":  # One at a time: what they compile would take the cores from each other.
+    if device == "cpu":  # One at a time: compilations would compete for the cores.
       found[name] = as_program(process)
   found |= {name: as_program(process) for name, process in started.items() if name not in found}
   counts = {program.facts["parameters"] for program in found.values()}
@@ -196,12 +196,12 @@ def as_program(process: harness.Process) -> harness.Program:
     facts.update(answer)
     return facts.pop("seconds")
 
-  run()  # PyTorch compiles, and makes Adam's moments.
+  run()  # PyTorch compiles, and creates Adam's moments.
   return harness.Program(run, facts)
 
 
 def case(name: str, settings: Mapping, dtype: str = "") -> Iterator[harness.Case]:
-  """One case; its processes end after it was measured."""
+  """Yields one case; its processes end after it is measured."""
   with contextlib.ExitStack() as stack:
     yield harness.Case(name, "dpjax", programs(settings, stack, dtype))
 

@@ -1,11 +1,11 @@
-"""Generation by masked self-attention in PyTorch, to be timed beside dpjax.
+"""Generation by masked self-attention in PyTorch, for comparison with dpjax.
 
   python benchmarks/torch_generation.py '{"model": {...}, "batch": 16, "prompt": 16, ...}'
 
 prints a line of JSON when it is ready, and for every line that it reads generates tokens and prints
 the seconds of one (`harness.serve`); `benchmarks/generation.py` starts it. The modules are those of
-`benchmarks/torch_models.py`, with a static cache of keys and values, of which it reads the filled
-part where it is eager.
+`benchmarks/torch_models.py`, with a static cache of keys and values; in eager mode, only its
+filled part is read.
 
 B batch, H head, M slot of a cache, E feature of a head.
 """
@@ -23,7 +23,7 @@ class Rows:
   """Rows of text, greedily continued.
 
   Args:
-    settings: "model", of `LanguageModel`; "batch"; "prompt" and "tokens", the numbers of tokens
+    settings: "model", for `LanguageModel`; "batch"; "prompt" and "tokens", the numbers of tokens
       before and while it is timed; "dtype"; "compile".
   """
 
@@ -36,7 +36,7 @@ class Rows:
     features = model["width"] // self.num_heads
     shape = model["num_layers"], 2, settings["batch"], self.num_heads, model["max_length"], features
     self.cache = torch.randn(shape).to(self.dtype)
-    # A layer, once for all.
+    # One compiled layer for all.
     self.block = torch.compile(self.block) if settings["compile"] else self.block
 
   def step(self, token_b, position):
@@ -54,7 +54,7 @@ class Rows:
     return layer.feed_forward_norm(x_bd + layer.feed_forward(x_bd))
 
   def attend(self, mixer, cache, x_bd, position):
-    """Writes a key and a value; attends to those up to them."""
+    """Writes a key and a value; attends to all up to these."""
     qkv = mixer.queries_keys_values(x_bd).view(len(x_bd), 3, self.num_heads, -1)
     q_bhe, k_bhe, v_bhe = qkv.unbind(1)
     if self.settings["compile"]:  # A program for all positions reads all slots.
@@ -69,7 +69,7 @@ class Rows:
 
   @torch.inference_mode()
   def run(self):
-    """The seconds of a token of all rows, after a prompt whose keys and values are random."""
+    """The seconds per token of all rows, after a prompt with random keys and values."""
     token_b = torch.zeros(self.settings["batch"], dtype=torch.long)
     first, tokens = self.settings["prompt"] + 16, self.settings["tokens"]
     start = time.perf_counter()

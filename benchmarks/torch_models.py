@@ -1,20 +1,20 @@
-"""The papers' models in PyTorch, to be timed beside those of dpjax.
+"""The papers' models in PyTorch, for comparison with dpjax.
 
   python benchmarks/torch_models.py '{"model": {"mixer": "dispatcher", ...}, ...}'
 
 builds a model with its optimiser, prints a line of JSON when it is ready, and for every line that
-it reads makes a step of training and prints what it took (`harness.serve`). `benchmarks/step.py`
+it reads runs a training step and prints its cost (`harness.serve`). `benchmarks/step.py`
 starts it.
 
-Written from the papers, as their authors' readers would: modules of PyTorch, run eagerly,
-with no kernels of our own. Where PyTorch has a fused function for a formula it is used:
+Written from the papers, as their readers would: PyTorch modules, run eagerly,
+without custom kernels. Where PyTorch has a fused function for a formula it is used:
 
   Dispatcher     Alg. 1: `torch.roll`, times the masked gates; a dropped level is skipped
   attention      `F.scaled_dot_product_attention`, which fuses what it can on the device
   relative       Transformer-XL's, scores by content and by distance, and their shift
   Extractors     "sum" over the lags as in the equations; "convolution", `F.conv1d`, for ME
                  the product with a Toeplitz matrix; or "fft" (not SHE)
-  pooling        by the dense matrix of which token belongs to which segment
+  pooling        by the dense matrix that assigns tokens to segments
 
 Modules have the names of dpjax's parameters, settings those of `config.model`.
 
@@ -67,7 +67,7 @@ def embedding_init(weight, settings):
 
 
 class Dispatcher(nn.Module):
-  """Alg. 1, of one head."""
+  """Alg. 1, with one head."""
 
   def __init__(self, settings):
     super().__init__()
@@ -92,7 +92,7 @@ class Dispatcher(nn.Module):
     for k in range(self.num_levels):
       if 2**k >= length:
         break
-      # Drawn on the processor: the accelerator is not waited for.
+      # Drawn on the CPU, so as not to wait for the accelerator.
       if self.training and self.level_dropout and torch.rand(()) < self.level_dropout:
         continue
       v_btd = v_btd + gates_btk[:, :, k, None] * torch.roll(v_btd, 2**k, dims=1)
@@ -180,7 +180,7 @@ class RelativeAttention(nn.Module):
 
   @staticmethod
   def shift(scores_bhtr):
-    """Row t to the left by T - 1 - t: the paper's App. B."""
+    """Shifts row t left by T - 1 - t: the paper's App. B."""
     batch, heads, length, _ = scores_bhtr.shape
     padded = F.pad(scores_bhtr, (1, 0)).view(batch, heads, length + 1, length)
     return padded[:, :, 1:]
@@ -201,7 +201,7 @@ def sum_of_lags(x_btd, taps):
 
 
 def convolution(x_btd, taps):
-  """The same by `F.conv1d`; of scalars by their Toeplitz matrix."""
+  """The same by `F.conv1d`; for scalars by their Toeplitz matrix."""
   _, length, width = x_btd.shape
   taps = taps[:length]
   if taps.ndim == 1:
@@ -219,7 +219,7 @@ def fourier(x_btd, taps):
   """The same by Fourier transforms over time."""
   length = x_btd.shape[1]
   taps = taps[:length]
-  # Half precision has no transforms of all lengths.
+  # Half precision does not support transforms of all lengths.
   with torch.autocast(x_btd.device.type, enabled=False):
     f_bfd = torch.fft.rfft(x_btd.float(), 2 * length, dim=1)
     if taps.ndim == 3:
@@ -326,7 +326,7 @@ def relative_positions(settings):
 
 
 class Hourglass(nn.Module):
-  """Sec. 3 of the pooling paper: mean pooling between fixed places or spaces."""
+  """Sec. 3 of the pooling paper: mean pooling between fixed positions or spaces."""
 
   def __init__(self, settings):
     super().__init__()
@@ -347,7 +347,7 @@ class Hourglass(nn.Module):
     h_btd = run_blocks(self.first, x_btd, self.relative_positions)
     b_bt = self.find_boundaries(tokens_bt)
     ended_bt = b_bt.cumsum(dim=1)
-    # Token t is of segment i if i segments ended before it; the last one is not closed.
+    # Token t is in segment i if i segments ended before it; the last one is not closed.
     segments = torch.arange(int(ended_bt[:, -1].max()), device=tokens_bt.device)
     member_bts = ((ended_bt - b_bt)[..., None] == segments).to(h_btd.dtype)
     weights_bts = member_bts / member_bts.sum(dim=1, keepdim=True).clamp(min=1)
@@ -380,7 +380,7 @@ def sinusoidal_positions(length, width):
 
 
 class Embedding(nn.Module):
-  """Tokens times sqrt(D) and positions; with "none" the tokens alone, not scaled."""
+  """Tokens times sqrt(D) and positions; with "none" just the tokens, not scaled."""
 
   def __init__(self, settings):
     super().__init__()
@@ -431,7 +431,7 @@ class LanguageModel(nn.Module):
     self.final_norm = layer_norm(settings) if settings["norm_position"] == "pre" else None
     self.logits = nn.Linear(settings["width"], settings["vocab_size"])
     embedding_init(self.logits.weight, settings)
-    # Those of dpjax begin at 0, too.
+    # Those of dpjax also begin at 0.
     nn.init.zeros_(self.logits.bias)
 
   def forward(self, tokens_bt):
@@ -450,7 +450,7 @@ class Runner:
   """A model, its optimiser and a batch.
 
   Args:
-    settings: "model", of `LanguageModel`; "optimizer", with "name", "adam" or "adamw",
+    settings: "model", for `LanguageModel`; "optimizer", with "name", "adam" or "adamw",
       "learning_rate", "grad_clip_norm", 0 for none, and adamw's "weight_decay"; "batch", the number
       of rows; "device", "cpu" or "cuda"; "dtype", "float32" or "bfloat16" by autocast;
       "compile", whether by `torch.compile`.
@@ -458,7 +458,7 @@ class Runner:
 
   def __init__(self, settings):
     torch.manual_seed(0)
-    # What JAX does with float32 on a GPU by default.
+    # JAX's default for float32 on a GPU.
     torch.set_float32_matmul_precision("high")
     self.device = torch.device(settings["device"])
     self.dtype = getattr(torch, settings["dtype"])
@@ -477,7 +477,7 @@ class Runner:
     self.tokens, self.targets = text[:, :-1], text[:, 1:]
 
   def facts(self):
-    """What the first line says."""
+    """The content of the first line."""
     self.ready = peak_mib()
     return {
       "parameters": sum(x.numel() for x in self.parameters),
@@ -486,13 +486,13 @@ class Runner:
     }
 
   def run(self):
-    """What a step took, the loss before it, and the most memory so far."""
+    """A step's time, the loss before it, and the peak memory so far."""
     self.wait()
     start = time.perf_counter()
     loss = self.train()
     self.wait()
     seconds = time.perf_counter() - start
-    # The first step makes Adam's moments, which dpjax has before.
+    # The first step creates Adam's moments, which dpjax has before.
     moments = 2 * 4 * sum(x.numel() for x in self.parameters) / 2**20
     grown = peak_mib() - self.ready - moments
     if self.device.type == "cuda":
@@ -500,7 +500,7 @@ class Runner:
     return {"seconds": seconds, "loss": loss.item(), "grown_mib": grown}
 
   def train(self):
-    """One step; the loss before it."""
+    """Runs one step; returns the loss before it."""
     self.model.train()
     self.optimizer.zero_grad()
     loss = self.loss()
@@ -518,7 +518,7 @@ class Runner:
       return F.cross_entropy(logits_btv.flatten(0, 1), self.targets.flatten())
 
   def wait(self):
-    """Until the device has done what it was given."""
+    """Waits until the device has finished its work."""
     if self.device.type == "cuda":
       torch.cuda.synchronize()
 

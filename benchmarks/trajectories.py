@@ -1,4 +1,4 @@
-r"""Our training beside the authors' own code, at the same weights and the same batches.
+r"""Compares our training with the authors' own code, with the same weights and batches.
 
   python benchmarks/trajectories.py --reference=FOLDER --ptb=FOLDER --vocabulary=FILE \
       --text8=FILE --work=runs/trajectories --only=same
@@ -6,22 +6,22 @@ r"""Our training beside the authors' own code, at the same weights and the same 
 
 FOLDER of --reference has the authors' repositories (`benchmarks/authors.py` says which);
 --ptb train.txt, valid.txt and test.txt of Penn Treebank; --vocabulary that of
-bert-base-cased; --text8 the beginning of text8. What is not done yet is done, a file in
---work for each run, so that it may be killed; --part=0/2 and --part=1/2 share it between
+bert-base-cased; --text8 the beginning of text8. Only missing runs are trained, with a file
+in --work for each, so that it may be killed; --part=0/2 and --part=1/2 share it between
 two processes, --list shows it. There are four experiments:
 
   same   Their initial weights, their batches in their order, their rates, no dropout, and
          for Gumbel boundaries the same noise: the loss of every update, theirs and ours.
-         Beside it theirs with another number of threads, which is the floor: how far
-         float32 alone drives two runs apart. And theirs with a fault, which has to show.
-         In "exact_adam" ours has Adam's corrections 1 - b**t as PyTorch has them, from
-         float64; optax takes them in float32, where 1 - 0.999 is off by 1.3e-5.
-  seeds  Everything by itself, with dropout: 5 seeds a side. The validation split is scored
+         Also theirs with another number of threads, which is the floor: how far
+         float32 alone drives two runs apart. And theirs with a fault, which must show.
+         In "exact_adam" ours has Adam's corrections 1 - b**t as in PyTorch, from
+         float64; optax computes them in float32, where 1 - 0.999 is off by 1.3e-5.
+  seeds  Independent runs with dropout: 5 seeds per side. The validation split is scored
          by one program. Equivalence is tested by two one-sided t-tests (Welch's), with a
-         margin of 2% of perplexity, or of 0.02 bits a character.
-  sizes  Ours alone: the difference between variants over sizes, at equal tokens. The largest
+         margin of 2% of perplexity, or of 0.02 bits per character.
+  sizes  Only ours: the difference between variants over sizes, at equal tokens. The largest
          Dispatcher and self-attention also at a lower rate, and the authors' Dispatcher.
-  products  Ours alone, without --reference: "seeds" in float32, with train.matmul_dtype=bfloat16,
+  products  Only ours, without --reference: "seeds" in float32, with train.matmul_dtype=bfloat16,
          and with model.dtype=bfloat16, from the same weights on the same batches.
 
 Models are 48 to 128 wide, with windows of 256 tokens; --small makes them, and the runs,
@@ -49,7 +49,7 @@ from dpjax import files
 from dpjax.errors import exit_on_user_error
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # configs, beside a package that is installed elsewhere
+sys.path.append(str(ROOT))  # for configs, if the package is installed elsewhere
 
 ATTENTION = ("dispatcher", "msa")
 POOLING = ("none", "fixed4", "whitespace", "unigram", "entropy", "gumbel")
@@ -64,11 +64,11 @@ SAME_STEPS, FAULT_STEPS, SEED_STEPS, SIZE_STEPS = 1000, 300, 1200, 1000
 LENGTH, BATCH = 256, 4
 SIZES = ((48, 3), (64, 3), (96, 4), (128, 6))  # width, layers
 SEEDS = 5
-PLATEAU_SEEDS = 8  # how long a plateau is differs far more than a loss does
+PLATEAU_SEEDS = 8  # plateau lengths vary far more than losses
 BFLOAT16 = {"products": "train.matmul_dtype", "dtype": "model.dtype"}  # side, setting
-PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # of "same": the papers'
-OWN_PEAK = 1e-3  # of the others, which have few updates
-LOWER_PEAK = 3e-4  # beside it, where the Dispatcher of 6 layers rests on a plateau at OWN_PEAK
+PEAK, POOLING_PEAK = 1e-4, 2.5e-4  # for "same": the papers'
+OWN_PEAK = 1e-3  # for the others, which have few updates
+LOWER_PEAK = 3e-4  # also, where the Dispatcher with 6 layers stays on a plateau at OWN_PEAK
 CHARACTERS = {"train": 2_000_000, "valid": 100_000, "test": 100_000}
 
 
@@ -78,14 +78,14 @@ class Cell:
 
   Attributes:
     experiment: "same", "seeds", "sizes" or "products".
-    name: of the model.
+    name: the model's name.
     side: "authors", "again" (other threads), "dpjax", "exact_adam", a fault of theirs;
       "float32" or a key of BFLOAT16.
-    seed: of everything that is drawn.
+    seed: the seed of all random draws.
     width: D.
-    num_layers: of all stacks together.
+    num_layers: the layers of all stacks together.
     num_steps: updates.
-    peak: the rate's, but for "same".
+    peak: the peak learning rate, except for "same".
   """
 
   experiment: str
@@ -99,14 +99,14 @@ class Cell:
 
   @property
   def stem(self) -> str:
-    """Of its file."""
+    """The stem of its file."""
     size = f"{self.width}x{self.num_layers}"
     stem = f"{self.experiment}-{self.name}-{self.side}-{self.seed}-{size}-{self.num_steps}"
     return stem if self.peak == OWN_PEAK else f"{stem}-{self.peak}"
 
 
 def cells(small: bool = False) -> list[Cell]:
-  """Everything there is to do."""
+  """All runs of the experiments."""
   layers = {name: 4 if name in ATTENTION else 6 for name in ATTENTION + POOLING}
   found = [
     Cell("same", name, side, num_layers=depth)
@@ -157,7 +157,7 @@ def cells(small: bool = False) -> list[Cell]:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-  """Where the texts are, and what is made of them once, in `work`."""
+  """The paths of the texts, and of what is derived from them in `work`."""
 
   work: Path
   ptb: Path
@@ -205,7 +205,7 @@ class Texts:
     return training.tokenize(self.config(cell), self.work / "prepared" / cell.stem)
 
   def batches(self, cell: Cell, reference: Path, data: Any) -> Iterator[dict[str, np.ndarray]]:
-    """Those of the authors' code."""
+    """The batches of the authors' code."""
     import authors
 
     if cell.name in ATTENTION:
@@ -234,7 +234,7 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-  """What does the cells."""
+  """Trains the cells."""
 
   texts: Texts
   reference: Path
@@ -263,7 +263,7 @@ class Bench:
     data = self.texts.prepared(cell)
     model = self._model_of_authors(cell, data, dropout=0.0)
     peak = PEAK if cell.name in ATTENTION else POOLING_PEAK
-    # A fault's shorter run is the beginning of the whole one.
+    # A fault's shorter run is the beginning of the full one.
     rates = authors.rates(cell.name, peak, max(cell.num_steps, SAME_STEPS))[: cell.num_steps]
     batches = itertools.islice(self.texts.batches(cell, self.reference, data), cell.num_steps)
     if cell.side in ("dpjax", "exact_adam"):
@@ -340,7 +340,7 @@ def optimizer_of_dpjax(rate: Any, grad_clip_norm: float) -> Any:
 
 
 def exact_adam(rate: Any, grad_clip_norm: float) -> Any:
-  """The same with 1 - b**t as PyTorch has it: b is not rounded to float32."""
+  """The same with 1 - b**t as in PyTorch: b is not rounded to float32."""
   import jax
   import jax.numpy as jnp
   import optax
@@ -367,7 +367,7 @@ def exact_adam(rate: Any, grad_clip_norm: float) -> Any:
 def train_dpjax(
   state: Mapping, settings: Mapping, batches: Iterator[dict], rates, make_update
 ) -> list[tuple[float, float]]:
-  """What `authors.Authors.update` returns, of ours: their weights, batches and rates."""
+  """The results of `authors.Authors.update` for ours, with their weights, batches and rates."""
   import jax
   import jax.numpy as jnp
 
@@ -410,10 +410,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for name in ("reference", "ptb", "vocabulary", "text8", "work"):
     is_required = name != "reference"
     parser.add_argument(f"--{name}", type=lambda text: Path(text).resolve(), required=is_required)
-  parser.add_argument("--only", default="", help="of the runs, those whose name has this")
-  parser.add_argument("--part", default="0/1", help="I/N: of them, every N-th from the I-th on")
-  parser.add_argument("--list", action="store_true", help="name them, and train none")
-  parser.add_argument("--small", action="store_true", help="to try the program")
+  parser.add_argument("--only", default="", help="only runs whose name contains this")
+  parser.add_argument("--part", default="0/1", help="I/N: every N-th of them, starting at the I-th")
+  parser.add_argument("--list", action="store_true", help="list the runs without training")
+  parser.add_argument("--small", action="store_true", help="small models and runs, as a trial")
   given = parser.parse_args(arguments)
   part, parts = map(int, given.part.split("/"))
   todo = [cell for cell in cells(given.small) if given.only in cell.stem][part::parts]

@@ -3,8 +3,8 @@ r"""Reports the runs of `benchmarks/trajectories.py` as JSON and pictures.
   python benchmarks/trajectories_report.py runs/trajectories --out=results/trajectories
 
 Writes OUT/same.json, seeds.json, sizes.json, products.json for the runs so far, and pictures.
-Models of an earlier report stay unless their runs are in the folder. Losses are in nats per
-token; differences of losses are relative, and the root mean square of every 20 updates.
+Models of an earlier report are kept unless their runs are in the folder. Losses are in nats per
+token; differences of losses are relative, as root mean squares of every 20 updates.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from dpjax.analysis import style
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-WINDOW = 20  # updates that are put together
-FIRST = 100  # updates in which little may differ
-LAST_BIT = 2.0**-24  # of a loss in float32, relative: no floor is lower
-MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats a token: 2% of perplexity
-BITS_MARGIN = 0.02 * math.log(2)  # nats a character
+WINDOW = 20  # updates that are aggregated
+FIRST = 100  # updates in which differences must be small
+LAST_BIT = 2.0**-24  # relative, of a float32 loss: the lowest possible floor
+MARGIN = {name: math.log(1.02) for name in ATTENTION}  # nats per token: 2% of perplexity
+BITS_MARGIN = 0.02 * math.log(2)  # nats per character
 SIDES = ("authors", "dpjax")
-PRODUCTS = ("float32", *BFLOAT16, "dtype_in_float32")  # the last: scored so
-# Of the test split: nats a token on Penn Treebank, bits a character on text8.
+PRODUCTS = ("float32", *BFLOAT16, "dtype_in_float32")  # the last: dtype's weights scored in float32
+# On the test split: nats per token on Penn Treebank, bits per character on text8.
 BASELINES = {"dispatcher": "msa"}
 PAPER = {
   "dispatcher": math.log(35.40 / 40.58),
@@ -52,7 +52,7 @@ def differences(here: np.ndarray, there: np.ndarray, window: int = WINDOW) -> np
 
 
 def first_apart(here: Sequence[float], there: Sequence[float]) -> int | None:
-  """The first update whose shares of boundaries differ by one position or more; None if none."""
+  """The first update whose shares of boundaries differ by one position or more; None if none do."""
   apart = np.abs(np.subtract(here, there)) > 0.5 / (BATCH * LENGTH)
   return int(apart.argmax()) if apart.any() else None
 
@@ -62,7 +62,7 @@ def equivalence(here: Sequence[float], there: Sequence[float], margin: float) ->
 
     t = (margin - |mean(here) - mean(there)|) / standard error,  p = P(Student's t > t)
 
-  Equivalent at the level 0.05 where p is below it: the 90% interval of the difference lies
+  Equivalent at the level 0.05 if p is below it: the 90% interval of the difference then lies
   within the margin.
   """
   from scipy import special
@@ -83,9 +83,9 @@ def equivalence(here: Sequence[float], there: Sequence[float], margin: float) ->
 
 
 def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
-  """Of each model both losses, their difference, the floor's, and those of faults.
+  """For each model, both losses, their difference, the floor's, and those of faults.
 
-  "boundaries_differ_at" is the first update whose segments are not as many as the authors'.
+  "boundaries_differ_at" is the first update with a different number of segments.
   """
   by_name: dict[str, dict[str, Mapping]] = {}
   for row in done:
@@ -124,7 +124,7 @@ def report_same(done: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def report_seeds(done: Sequence[Mapping]) -> dict[str, Any]:
-  """Of each model the validation losses of both sides, and the test."""
+  """For each model, the validation losses of both sides, and the test."""
   models: dict[str, Any] = {}
   for row in done:
     models.setdefault(row["name"], {side: [] for side in SIDES})[row["side"]].append(row["valid"])
@@ -135,7 +135,7 @@ def report_seeds(done: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
-  """Of each model the validation losses by seed of each setting, and bfloat16's less float32's.
+  """For each model, the validation losses of each setting by seed, and bfloat16's less float32's.
 
   The standard deviation and range are those of our float32 seeds in seeds.json. The weights
   of dtype are scored in both dtypes.
@@ -163,11 +163,11 @@ def report_products(done: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
-  """Of each variant the difference to its baseline at each size, and a line through them.
+  """For each variant, the difference from its baseline at each size, and a line through them.
 
-  In nats a token for the Dispatcher less self-attention, in bits a character for
+  In nats per token for the Dispatcher less self-attention, in bits per character for
   boundaries less none; the line is linear in the logarithm of the baseline's parameters,
-  and its slope has a 90% interval, from Student's t of what the line leaves. "largest" has
+  and its slope has a 90% interval, from Student's t of the residuals. "largest" has
   the validation losses of the largest size by model, side and peak rate, and seed.
   """
   from scipy import special
@@ -214,7 +214,7 @@ def report_sizes(done: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def draw_same(models: Mapping[str, Any]) -> Any:
-  """Above both losses, below their difference beside the floor's, and faults."""
+  """Draws both losses above, and their difference with the floor's and faults below."""
   columns = 4
   bands = -(-len(models) // columns)
   figure, axes = plt.subplots(
@@ -253,7 +253,7 @@ def draw_same(models: Mapping[str, Any]) -> Any:
 
 
 def draw_seeds(models: Mapping[str, Any], sides: Sequence[str] = SIDES) -> Any:
-  """The validation losses of the sides, and the margin about the first's mean."""
+  """Draws the validation losses of the sides, and the margin around the first's mean."""
   figure, axes = plt.subplots(
     1, len(models), figsize=(3 * len(models), 3.5), layout="constrained", squeeze=False
   )
@@ -271,7 +271,7 @@ def draw_seeds(models: Mapping[str, Any], sides: Sequence[str] = SIDES) -> Any:
 
 
 def draw_sizes(models: Mapping[str, Any]) -> Any:
-  """Differences over parameters, their line, and the paper's difference."""
+  """Draws differences over parameters, their line, and the paper's difference."""
   columns = 3
   bands = -(-len(models) // columns)
   figure, axes = plt.subplots(
@@ -312,7 +312,7 @@ EXPERIMENTS = {
 @style.applied()
 def main(arguments: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("work", type=Path, help="with what the runs wrote")
+  parser.add_argument("work", type=Path, help="the folder that the runs wrote to")
   parser.add_argument("--out", type=Path, default=Path("results/trajectories"))
   given = parser.parse_args(arguments)
   if not any(given.work.glob("*-*.json")):

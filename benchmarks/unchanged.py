@@ -1,4 +1,4 @@
-r"""Records what a change of the code alone must not change, and compares two records.
+r"""Records results that a refactoring must not change, and compares two records.
 
   git worktree add ../before COMMIT
   python ../before/benchmarks/unchanged.py record before.json
@@ -7,7 +7,7 @@ r"""Records what a change of the code alone must not change, and compares two re
 
 A record has the SHA-256 of the losses of 20 updates of five models, with and without products in
 bfloat16; of the initial parameters of each configuration at the size "tiny"; of the tokens of each
-kind of text file with each tokenizer; and the greedy continuation of each of models/. Both records
+type of text file with each tokenizer; and the greedy continuation of each of models/. Both records
 must come from one machine: losses differ between processors. --parts=losses,tokens records some.
 """
 
@@ -65,7 +65,7 @@ MODELS = {  # and how each prompt begins
 
 
 def main() -> None:
-  """Records or compares, as the command line says."""
+  """Records or compares, as the command line specifies."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
@@ -150,7 +150,7 @@ def parameters(folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 
 def tokens(folder: pathlib.Path) -> Iterator[tuple[str, Any]]:
-  """SHA-256 of the tokens and starts of documents of every kind of text."""
+  """SHA-256 of the tokens and document starts of every type of text."""
   for source, (path, flags) in write_sources(folder / "sources").items():
     for tokenizer, sizes in TOKENIZERS.items():
       if source != ".txt" and tokenizer not in ("bpe", "bytes"):
@@ -204,7 +204,7 @@ def digest(content: bytes) -> str:
 
 
 def documents(size: int) -> list[str]:
-  """Texts of the Python manual, which every Python has."""
+  """Texts of the Python manual, which comes with every Python."""
   topics, chosen, total = pydoc_data.topics.topics, [], 0
   for name in sorted(topics):
     text = re.sub(r"^--+$", "", topics[name], flags=re.MULTILINE).strip() + "\n"
@@ -216,13 +216,13 @@ def documents(size: int) -> list[str]:
 
 
 def write_documents(path: pathlib.Path, size: int) -> pathlib.Path:
-  """A .txt whose documents are divided by a line `--`."""
+  """Writes a .txt whose documents are separated by a line `--`."""
   path.write_text("--\n".join(documents(size)), encoding="utf-8")
   return path
 
 
 def write_sources(folder: pathlib.Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-  """A path of each kind, and the settings to read it with."""
+  """A path of each type, and the settings to read it with."""
   import pyarrow as pa
   import pyarrow.parquet as pq
 

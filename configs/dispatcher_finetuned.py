@@ -1,23 +1,23 @@
-"""The Dispatcher after OpenWebText, fine-tuned (Dispatcher paper, Sec. 3.4, Table 1).
+"""The Dispatcher pretrained on OpenWebText, fine-tuned (Dispatcher paper, Sec. 3.4, Table 1).
 
   python train.py --config=configs/dispatcher_finetuned.py:ptb --workdir=runs/finetuned_ptb
   python train.py --config=configs/dispatcher_finetuned.py:ptb,tiny --workdir=runs/tiny
 
-After the colon, separated by commas: ptb, wikitext2, wikitext103 or lm1b, the text
-(wikitext2, if none is named), and tiny.
+After the colon, separated by commas: the text, ptb, wikitext2, wikitext103 or lm1b
+(default: wikitext2), and tiny.
 
-Begins with the best parameters of the run in runs/dispatcher_openwebtext, which
-configs/dispatcher_openwebtext.py makes, tiny with those of runs/tiny_openwebtext, or of
-another one by --config.train.init_from. Sizes and vocabulary are that run's.
+Starts from the best parameters of the run in runs/dispatcher_openwebtext, which
+configs/dispatcher_openwebtext.py makes; tiny starts from runs/tiny_openwebtext.
+--config.train.init_from names another run. Sizes and vocabulary are that run's.
 
 WikiText-2 (4.5 MB), WikiText-103 (190 MB, unpacked 540 MB), One Billion Word (1.8 GB,
 unpacked 4.2 GB) and GPT-2's vocabulary (1.5 MB) are downloaded into data/; Penn Treebank
-has to be given, as configs/dispatcher_ptb.py says. Other places: --config.data.path, a
-folder with {train,valid,test}.txt, and --config.data.tokenizer.file. Tokens are those of
-the text as it stands, and a line end is one, too.
+must be provided, see configs/dispatcher_ptb.py. Local files: --config.data.path, a
+folder with {train,valid,test}.txt, and --config.data.tokenizer.file. The text is
+tokenized unchanged, and line ends are tokens.
 
-The paper does not say for how long it trains: here up to 60 epochs, as the plain
-Dispatcher, and the best by validation.
+The paper does not say how long it trains: here up to 60 epochs, like the plain
+Dispatcher, keeping the best by validation.
 
 Parameters:      59.4M (the paper: 59M), vocabulary 50,257; 1,174,722 training tokens
                  of ptb, 2,448,382 of wikitext2

@@ -4,18 +4,18 @@
   python train.py --config=configs/dispatcher_lm1b.py:tiny --workdir=runs/tiny
 
 Downloads the benchmark (1.8 GB, unpacked 4.2 GB) and the vocabulary of bert-base-cased
-(0.2 MB) into data/. Other places: --config.data.path, a folder with {train,valid,test}.txt,
-and --config.data.tokenizer.file. The tiny variant takes a small piece of the text, but
-downloads all, unless it is given a data.path. Test is the held-out shard 0, as in the
+(0.2 MB) into data/. Local files: --config.data.path, a folder with {train,valid,test}.txt,
+and --config.data.tokenizer.file. The tiny variant uses a small part of the text, but
+downloads all of it, unless data.path is set. Test is the held-out shard 0, as in the
 literature, and validation the next one.
 
-The vocabulary is not the paper's. Its text names none but bert-base-cased, while its 38M
+The vocabulary is not the paper's. Its text names only bert-base-cased, while its 38M
 and 41M parameters fit bert-base-uncased, 30,522 pieces. As for WikiText-103, the text is
-lower-cased here and all 28,996 pieces of bert-base-cased are kept, which nobody has to
-fetch by hand. For the paper's sizes (37.6M, and 40.8M of configs/msa_lm1b.py) give the
-uncased vocabulary, vocab.txt of BERT-Base, Uncased (github.com/google-research/bert):
---config.data.tokenizer.file=vocab.txt. (It has no accented letters; words with one are
-unknown then.) Perplexities of two vocabularies cannot be compared token by token.
+lower-cased here and all 28,996 pieces of bert-base-cased are kept, a vocabulary that is
+downloaded automatically. For the paper's sizes (37.6M, and 40.8M for configs/msa_lm1b.py)
+use the uncased vocabulary, vocab.txt of BERT-Base, Uncased (github.com/google-research/bert):
+--config.data.tokenizer.file=vocab.txt. (It has no accented letters; words with
+them are unknown.) Perplexities of two vocabularies cannot be compared token by token.
 
 Parameters:      36.1M (the paper: 38M); about a billion training tokens, an estimate
 Hardware, hours: one GPU; about 100,000 steps of 20 x 512 tokens an epoch, up to 60 epochs

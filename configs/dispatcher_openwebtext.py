@@ -5,20 +5,20 @@ r"""A larger Dispatcher on OpenWebText, to be fine-tuned (Dispatcher paper, Sec.
   python train.py --config=configs/dispatcher_openwebtext.py:tiny \
     --workdir=runs/tiny_openwebtext
 
-configs/dispatcher_finetuned.py goes on from there, by the names of these two folders.
+configs/dispatcher_finetuned.py starts from the runs in these two folders.
 
 Downloads OpenWebText (24 GB, 40 GB of text) and GPT-2's vocabulary (1.5 MB) into data/,
-which needs room for up to 85 GB, tokens included. Other places: --config.data.path, a text
-file or a folder with {train,valid,test}.txt, and --config.data.tokenizer.file. The tiny
-variant takes a small piece of the text, but downloads all, unless it is given a data.path.
-Validation and test are a thousandth of the pages each; the paper names no splits. Batches
-of 5 windows, the paper's, are for one device.
+which needs up to 85 GB, including tokens. Local files: --config.data.path, a text file or a
+folder with {train,valid,test}.txt, and --config.data.tokenizer.file. The tiny variant uses
+a small part of the text, but downloads all of it, unless data.path is set. Validation and
+test are a thousandth of the pages each; the paper does not name splits. Batches of 5
+windows, as in the paper, are for one device.
 
 Parameters:      59.4M (the paper: 59M), vocabulary 50,257; about 9 billion training tokens,
                  an estimate
-Hardware, hours: one GPU; about 1.8 million steps of 5 x 1,024 tokens, which are the one
+Hardware, hours: one GPU; about 1.8 million steps of 5 x 1,024 tokens, which is one
                  epoch; not yet timed. Checkpoints every 2,000 steps, scores every 20,000
-Test perplexity: the paper has none on this text
+Test perplexity: the paper does not report it for this text
 """
 
 from dpjax import config as config_lib

@@ -6,7 +6,7 @@
 Penn Treebank is not downloaded, since its licence forbids it: put Mikolov's archive into
 data/manual/simple-examples.tgz, or its three texts into
 data/manual/penn_treebank/{train,valid,test}.txt. The vocabulary of bert-base-cased (0.2 MB)
-is downloaded into data/. Other places: --config.data.path, a folder with these three texts,
+is downloaded into data/. Local files: --config.data.path, a folder with these three texts,
 and --config.data.tokenizer.file.
 
 Parameters:      15.1M (the paper says 17M); 1,220,032 training tokens, vocabulary 8,558

@@ -4,10 +4,10 @@
   python train.py --config=configs/dispatcher_wikitext103.py:tiny --workdir=runs/tiny
 
 Downloads WikiText-103 (190 MB, unpacked 540 MB; the tokenised form) and the vocabulary of
-bert-base-cased (0.2 MB) into data/. Other places: --config.data.path, a folder with
+bert-base-cased (0.2 MB) into data/. Local files: --config.data.path, a folder with
 {train,valid,test}.txt, and --config.data.tokenizer.file. The text is lower-cased and all
 28,996 pieces are kept. Learning rate and epsilon are those of the authors' code, which
-differ from its others.
+uses other values for other texts.
 
 Parameters:      36.1M (the paper: 36M)
 Hardware, hours: one GPU, up to 60 epochs; not yet timed

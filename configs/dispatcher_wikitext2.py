@@ -4,7 +4,7 @@
   python train.py --config=configs/dispatcher_wikitext2.py:tiny --workdir=runs/tiny
 
 Downloads WikiText-2 (4.5 MB; the tokenised form, with <unk> and @-@) and the vocabulary of
-bert-base-cased (0.2 MB) into data/. Other places: --config.data.path, a folder with
+bert-base-cased (0.2 MB) into data/. Local files: --config.data.path, a folder with
 {train,valid,test}.txt, and --config.data.tokenizer.file.
 
 Parameters:      26.9M (the paper: 27M); 2,484,966 training tokens, vocabulary 20,044
@@ -17,7 +17,7 @@ from dpjax import config as config_lib
 
 def get_config(variant: str = ""):
   config = config_lib.default()
-  # The authors' one rate of dropout also skips levels.
+  # The authors' single dropout rate also skips levels.
   config.model.mixer = config_lib.mixer("dispatcher", level_dropout=0.2)
   config.model.dropout = 0.2
   config.model.hidden_dropout = 0.2

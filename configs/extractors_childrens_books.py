@@ -7,24 +7,23 @@
 After the colon, separated by commas:
 
   she he we me he_extraction attention_1 attention_2 attention_4 ... attention_128
-             the mixer, she if none is named; he_extraction is HE's extraction alone,
+             the mixer, by default she; he_extraction is only HE's extraction,
              attention_N has N heads
   fig10_L    Fig. 10: a window of L = 8, 16, 32 or 64, with 2 layers, 30,000 batches
   fig11_M    Fig. 11: M = 1, 2, 4 or 8 layers, with a window of 32, 30,000 batches
   tiny       a minute on a CPU
 
-Without fig10 or fig11 it is Table 1: a window of 128, 18 layers, 60,000 batches. The values
-of L and M are ours where the paper's figures do not say them.
+Without fig10 or fig11, the run is that of Table 1: a window of 128, 18 layers, 60,000
+batches. The values of L and M are ours where the paper's figures do not give them.
 
-Downloads the texts from Project Gutenberg's mirror (35 MB) into data/, or takes another
-place by --config.data.path, a folder with {train,valid,test}.txt. The paper's are 100 books
-that it does not name, 8.4M tokens; ours 100 for training and 6 for validation and test, one
-after the other, with the line <|endofbook|> between two. The numbers below were counted in
-copies without page marks, notes of transcribers and the like, given as data.path. The
-tokenizer is a byte-level BPE.
+Downloads the texts from Project Gutenberg's mirror (35 MB) into data/, or reads
+--config.data.path, a folder with {train,valid,test}.txt. The paper uses 100 books that it
+does not name, 8.4M tokens; we use 100 for training and 6 for validation and test, joined by
+the line <|endofbook|>. The numbers below were counted in copies without page marks,
+transcribers' notes and the like, given as data.path. The tokenizer is a byte-level BPE.
 
-All models of one seed get the same batches in the same order, as in the paper. What it
-compares is the median training cost of each 2,000 batches: `dpjax plots --figure=curves`.
+All models with the same seed get the same batches in the same order, as in the paper. It
+compares the median training cost of each 2,000 batches: `dpjax plots --figure=curves`.
 
 Parameters:      she 42.0M, he 4.9M, we 4.6M, me 3.7M, he_extraction 4.3M, attention 4.9M;
                  9,573,959 training tokens, vocabulary 5,000
@@ -79,7 +78,7 @@ def get_config(variant: str = "she"):
   train.batch_size = 64
   train.num_steps = 60_000
   train.num_epochs = 0.0
-  # PyTorch's default of weight decay: the paper states none.
+  # PyTorch's default weight decay: the paper does not state it.
   train.optimizer = config_lib.optimizer("adamw", weight_decay=0.01)
   train.learning_rate = 1e-3
   train.grad_clip_norm = 0.0

@@ -6,27 +6,27 @@
 
 After the colon, separated by commas:
 
-  two      segments of 2.6 bytes, and segments of 2 of these; without it of 5.2, as words are
-  mamba2   Mamba-2 where the authors have it, and the rest of their frame
+  two      segments of 2.6 bytes, and segments of 2 of these; otherwise of 5.2 bytes, like words
+  mamba2   Mamba-2 where the authors use it, and the rest of their architecture
   small    windows of 512, width 128 and 600 updates of 8 rows, for a CPU
   tiny     a minute or two on a CPU
 
-or one of the models that the authors released, to train anew, or on:
+or one of the models that the authors released, to train from scratch or fine-tune:
 
   python train.py --config=configs/hnet.py:1stage_L --workdir=runs/large
   dpjax train --config=hnet:2stage_L --config.train.init_from=FOLDER --workdir=runs/tuned
 
-Without mamba2 the layers on bytes, and those between two stages, are short convolutions and local
-attention in turn, which are linear in the length, too; the innermost is attention with rotary
-positions. They stand in the frame of configs/modern_transformer.py. The released models have
-windows of 8,192 bytes, of which a batch has 256, and the paper's targets of 6 bytes a segment, or 3
-and 3. Their learning rate is not the authors'.
+Without mamba2, the layers on bytes and between two stages alternate short convolutions and local
+attention, both linear in the length; the innermost layers are attention with rotary positions. The
+rest is as in configs/modern_transformer.py. The released models have windows of 8,192 bytes, 256
+per batch, and the paper's targets of 6 bytes per segment, or 3 and 3. Their learning rate is not
+the authors'.
 
 Other boundaries in the same model:
 
   --config.model.boundaries=spacebyte    or whitespace, gumbel, flexitokens
 
-Downloads the texts of configs/extractors_childrens_books.py into data/, or takes another place by
+Downloads the texts of configs/extractors_childrens_books.py into data/, or reads
 --config.data.path, or --config.data.name=hf:OWNER/NAME.
 
 Parameters:      21.1M, two 24.5M, small 1.7M, two,small 2.5M,
@@ -42,7 +42,7 @@ from dpjax import config as config_lib
 from dpjax.errors import UserError
 from dpjax.interop import hnet
 
-# The authors' settings; places of each list are stages.
+# The authors' settings; each list has one entry per stage.
 _SHARED = dict(
   vocab_size=256,
   ssm_cfg=dict(chunk_size=256, d_conv=4, d_state=128, expand=2),
@@ -86,7 +86,7 @@ def get_config(variant: str = ""):
     model.update(stack_norms=True, middle_resize="padding", scale_outputs=True)
     model.update(tie_embeddings=False, embedding_std=1.0, residual_dtype="float32")
   model.max_length = 512 if is_small else 1024
-  # The paper's weight, 0.03, does not reach the aim in a run this short (docs/results.md).
+  # The paper's weight, 0.03, misses the target in a run this short (docs/results.md).
   weight = 0.1 if is_small else 0.03
   model.boundaries = config_lib.boundaries("routing", factor=5.2, weight=weight)
   for stack in (model.first, model.last):
@@ -109,7 +109,7 @@ def get_config(variant: str = ""):
 
 
 def _released(name: str):
-  """A model as the authors released it, trained anew on the books."""
+  """A model as the authors released it, trained from scratch on the books."""
   config = modern_transformer.get_config()
   config.model = hnet.make_settings(RELEASED[name])
   config.model.remat = True

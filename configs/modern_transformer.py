@@ -1,19 +1,19 @@
-"""A Transformer as it is built today, on children's books: a baseline for new mixers.
+"""A modern Transformer on children's books: a baseline for new mixers.
 
   python train.py --config=configs/modern_transformer.py --workdir=runs/modern
   python train.py --config=configs/modern_transformer.py:small --workdir=runs/small
   python train.py --config=configs/modern_transformer.py:tiny --workdir=runs/tiny
 
 RMSNorm before each branch, rotary positions, SwiGLU, tied embeddings, no biases; AdamW that
-decays matrices alone, a warm-up and a cosine down to a tenth, clipping at 1. The papers'
-mixers in this frame: configs/modern_dispatcher.py and configs/modern_we.py. Any other takes
-its place by --config.model.mixer=NAME.
+decays only matrices, a warm-up and a cosine down to a tenth, clipping at 1. The papers'
+mixers in this model: configs/modern_dispatcher.py and configs/modern_we.py. Choose any
+other with --config.model.mixer=NAME.
 
   small   4 layers of width 128, a window of 128 and 2,000 updates of 16 rows, for a CPU
   tiny    a minute on a CPU
 
-Downloads the texts of configs/extractors_childrens_books.py into data/, or takes another
-place by --config.data.path. The tokenizer is its byte-level BPE.
+Downloads the texts of configs/extractors_childrens_books.py into data/, or reads
+--config.data.path. The tokenizer is its byte-level BPE.
 
 Sources: Zhang and Sennrich 2019, arXiv:1910.07467 (RMSNorm); Su et al. 2021,
 arXiv:2104.09864 (rotary positions); Shazeer 2020, arXiv:2002.05202 (SwiGLU); Press and

@@ -3,10 +3,10 @@
   python train.py --config=configs/msa_lm1b.py --workdir=runs/msa_lm1b
   python train.py --config=configs/msa_lm1b.py:tiny --workdir=runs/tiny
 
-Data, and a vocabulary that is not the paper's, as for configs/dispatcher_lm1b.py; with the
-uncased one it has 40.8M parameters.
+The data and vocabulary, which is not the paper's, are those of configs/dispatcher_lm1b.py;
+with the uncased vocabulary the model has 40.8M parameters.
 
-Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
+Attention with dropout of its weights is computed in tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      39.2M (the paper: 41M)
 Hardware, hours: one GPU; about 100,000 steps an epoch, up to 60 epochs; not yet timed

@@ -3,9 +3,9 @@
   python train.py --config=configs/msa_ptb.py --workdir=runs/msa_ptb
   python train.py --config=configs/msa_ptb.py:tiny --workdir=runs/tiny
 
-Data as for configs/dispatcher_ptb.py.
+The data are those of configs/dispatcher_ptb.py.
 
-Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
+Attention with dropout of its weights is computed in tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      18.2M (the paper: 18M)
 Hardware, hours: one GPU; 120 steps an epoch, 60 epochs; 13.6 minutes

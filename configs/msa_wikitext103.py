@@ -3,10 +3,10 @@
   python train.py --config=configs/msa_wikitext103.py --workdir=runs/msa_wikitext103
   python train.py --config=configs/msa_wikitext103.py:tiny --workdir=runs/tiny
 
-Data as for configs/dispatcher_wikitext103.py; learning rate and epsilon as the authors'
-code has them for this model.
+The data are those of configs/dispatcher_wikitext103.py; learning rate and epsilon are those
+of the authors' code for this model.
 
-Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
+Attention with dropout of its weights is computed in tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      39.2M (the paper: 39M)
 Hardware, hours: one GPU, up to 60 epochs; not yet timed

@@ -3,9 +3,9 @@
   python train.py --config=configs/msa_wikitext2.py --workdir=runs/msa_wikitext2
   python train.py --config=configs/msa_wikitext2.py:tiny --workdir=runs/tiny
 
-Data as for configs/dispatcher_wikitext2.py.
+The data are those of configs/dispatcher_wikitext2.py.
 
-Attention with dropout of its weights goes by tiles (`dpjax.ops.causal_attention`).
+Attention with dropout of its weights is computed in tiles (`dpjax.ops.causal_attention`).
 
 Parameters:      30.0M (the paper: 30M)
 Hardware, hours: one GPU; 243 steps an epoch, 60 epochs; not yet timed

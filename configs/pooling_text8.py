@@ -10,18 +10,19 @@ r"""Dynamic token pooling on text8 (pooling paper, Tables 1 and 2, Figs. 3 and 4
 After the colon, separated by commas:
 
   none fixed2 fixed3 fixed4 whitespace unigram entropy gumbel
-               where segments end, whitespace if none is named; none is the Transformer
-               without pooling, of as many layers
-  subsampling  Table 2: a segment is its last token, not its mean (not with none or gumbel)
+               where segments end, by default whitespace; none is the Transformer
+               without pooling, with as many layers
+  subsampling  Table 2: the last token represents a segment, not the mean (not with none or
+               gumbel)
   unigram_V    Fig. 3: a vocabulary of V = 200, 500, 1000, 3000, 5000 or 10000 pieces
-  gumbel_A     Fig. 3: a prior of A = 0.20, 0.25, 0.30, 0.37 or 0.45 boundaries a token
+  gumbel_A     Fig. 3: a prior of A = 0.20, 0.25, 0.30, 0.37 or 0.45 boundaries per token
   middle_N     Fig. 4: N = 4, 6, 8, 10, 12, 14 or 16 layers on segments, and so 8 to 20 in
-               all; the paper's text has the first and last, those between are ours
-  tiny         a minute or two on a CPU, with a small piece of the text
+               all; the paper's text has the first and last, the others are ours
+  tiny         a minute or two on a CPU, with a small part of the text
 
 Without middle_N there are 2 layers on characters, 8 on segments, 2 on characters.
 
-Downloads text8 (31 MB, unpacked 100 MB) into data/, or takes another place by
+Downloads text8 (31 MB, unpacked 100 MB) into data/, or reads
 --config.data.path: 90,000,000 of its 100,000,000 characters are for training, 5,000,000
 each for validation and test. The Unigram model is trained on the train split, unless
 --config.model.boundaries.file names one. Steps, rates and dropout are those of the paper's
@@ -32,7 +33,7 @@ Parameters:      41.0M, with a predictor (unigram, entropy, gumbel) 42.1M (the p
                  and ~1M more); middle_4 and middle_16 with one 28.4M and 69.4M
 Hardware, hours: the paper's two GeForce RTX 3080, 12 to 30 hours; ours not yet timed.
                  8 x 2,048 characters a step, 5,494 steps an epoch, 200,000 steps
-Bits per character and shortening factor of the test split, by the paper (*: better than
+Bits per character and shortening factor of the test split, from the paper (*: better than
 none and fixed, p < 0.05 in a paired t-test over 3 seeds):
 
   none        1.143   1.0
@@ -44,8 +45,8 @@ none and fixed, p < 0.05 in a paired t-test over 3 seeds):
   unigram     1.134*  5.0
   whitespace  1.133*  5.7    with subsampling 1.144
 
-Ours, on a small piece of text8, so not to be compared with the paper's:
-results/pooling_text8_prefix.json, and beside SpaceByte and H-Net's routing
+Ours, on a small part of text8 and so not comparable with the paper's:
+results/pooling_text8_prefix.json, and with SpaceByte and H-Net's routing
 results/boundaries_text8_prefix.json. A run reports them as bits_per_character,
 shortening_factor (characters over boundaries) and shortening_factor_padded (the window over
 the segments of a batch's longest row, which is probably what the paper means).
@@ -78,7 +79,7 @@ def get_config(variant: str = ""):
 
 
 def configure(variant: str, texts: Mapping[str, Text]):
-  """The configuration of a variant, on the text that it names, or on the first."""
+  """The configuration of a variant, for the text that it names, or else the first."""
   words = variant.split(",")
 
   def named(known, default):

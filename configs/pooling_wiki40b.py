@@ -3,29 +3,29 @@
   python train.py --config=configs/pooling_wiki40b.py:fi,unigram --workdir=runs/fi_unigram
   python train.py --config=configs/pooling_wiki40b.py:vi,gumbel,tiny --workdir=runs/tiny
 
-After the colon, separated by commas, a language, en (English, if none is named), fi
-(Finnish), he (Hebrew) or vi (Vietnamese), and the words of configs/pooling_text8.py. What
-the paper chose for each:
+After the colon, separated by commas: a language, en (English, the default), fi (Finnish),
+he (Hebrew) or vi (Vietnamese), and the options of configs/pooling_text8.py. The paper's
+choices for each:
 
-      pieces of unigram  boundaries a character, of gumbel
+      unigram pieces     gumbel boundaries per character
   en  10,000             0.2
   fi  200                0.37
   he  200                0.2
   vi  10,000             0.2
 
 Downloads the beginning of wiki40b in the language (en: about 1 GB of 6; the others: less)
-into data/ and cleans it like text8: the language's letters, space and line end alone, in
+into data/ and cleans it like text8: only the language's letters, space and line end, in
 lower case, digits spelt out in the language, structure markers replaced by line ends,
-look-alike letters folded (but for Hebrew), Hebrew without diacritics, runs of spaces
-collapsed. Of that the first 400M characters of the train split are taken, and the first 2M
-of the others. Another place by --config.data.path, a text file or a folder with
+look-alike letters folded (except in Hebrew), Hebrew without diacritics, runs of spaces
+collapsed. The first 400M characters of the train split are taken, and the first 2M of
+the others. --config.data.path reads another text file or a folder with
 {train,valid,test}.txt, which `python -m dpjax_papers.cleaning fi` cleans in the same way.
 
-Model, training and what a run reports: as configs/pooling_text8.py.
+Model, training and reports are those of configs/pooling_text8.py.
 
 Parameters:      41M, with a predictor 42M
 Hardware, hours: the paper's two GeForce RTX 3080, 12 to 30 hours; ours not yet timed
-Bits per character and shortening factor of the test split, by the paper (*: better than
+Bits per character and shortening factor of the test split, from the paper (*: better than
 none and fixed, p < 0.05 in a paired t-test over 3 seeds); ours not yet measured:
 
               en           fi           he           vi

@@ -1,4 +1,4 @@
-"""A small Dispatcher on Python's own language manual, which every Python has.
+"""A small Dispatcher on the language manual that comes with Python.
 
 python train.py --config=configs/quickstart.py --workdir=runs/quickstart
 python train.py --config=configs/quickstart.py:tiny --workdir=runs/tiny

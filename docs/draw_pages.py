@@ -1,9 +1,9 @@
-"""Makes the pages of the documentation that show what models read, and the picture of one.
+"""Makes the documentation's pages that show what models read, and the picture of one.
 
 python docs/draw_pages.py
 
-pages/boundaries.html is of two of models/, pages/hnet.html of a small H-Net of two stages, which it
-trains in a minute or two on Python's manual, in runs/look_hnet. The picture needs a chromium and
+pages/boundaries.html shows two of models/, pages/hnet.html a small two-stage H-Net, which it
+trains in a minute or two on Python's manual, in runs/look_hnet. The picture needs Chromium and
 pip install -e '.[browser]'.
 """
 
@@ -22,7 +22,7 @@ MANUAL = "The statement raises an exception if the name of the module is not fou
 
 
 def hnet() -> dpjax.run.Run:
-  """The H-Net of pages/hnet.html, trained unless it is there."""
+  """The H-Net of pages/hnet.html, trained if it is missing."""
   folder = ROOT / "runs/look_hnet"
   if not folder.exists():
     config = dpjax.config.load("hnet:two,tiny")
@@ -34,7 +34,7 @@ def hnet() -> dpjax.run.Run:
 
 
 def draw(page: Path, picture: Path) -> None:
-  """Photographs a page, as wide as two runs beside one another need, pointing at a token."""
+  """Takes a screenshot of a page, wide enough for two runs side by side, pointing at a token."""
   from playwright.sync_api import sync_playwright
 
   with sync_playwright() as playwright:

@@ -2,7 +2,7 @@
 
 python docs/draw_pictures.py
 
-They are as wide as a telephone, `WIDTH`, so that their letters can be read on one.
+They are as wide as a phone, `WIDTH`, so that their text is readable on one.
 """
 
 import json
@@ -18,12 +18,12 @@ from dpjax import ops
 FOLDER = Path(__file__).parent / "pictures"
 SENTENCE = "the cat sat on"
 GATE, COLOURS = 0.6, "Blues"
-WIDTH = 4.2  # inches: about 360 points of a small screen
-SMALL, USUAL = 7, 8  # sizes of letters, points
+WIDTH = 4.2  # inches: about 360 points, a small screen
+SMALL, USUAL = 7, 8  # font sizes, points
 
 
 def dispatched(length: int, levels: int) -> np.ndarray:
-  """[T, T]: how much position t (row) takes of position s after some levels."""
+  """[T, T]: how much position t (row) reads of position s after some levels."""
   gates = jnp.full((1, length, 1, levels), GATE)
   return np.asarray(ops.dispatch_matrix(gates)[0, 0])
 
@@ -55,7 +55,7 @@ def panel(axes, matrix: np.ndarray, title: str, labels: str = "") -> None:
 
 
 def overview() -> Figure:
-  """What each family reads, of one sentence."""
+  """What each family reads in one sentence."""
   figure, panels = plt.subplots(1, 3, figsize=(WIDTH, 1.75), layout="constrained")
   length = len(SENTENCE)
   matrices = {
@@ -110,7 +110,7 @@ def cells(axes, row: float, texts, colours, width: float = 1.0) -> None:
 
 
 def pooling() -> Figure:
-  """Tokens, segments in a static number of places, and what each token reads."""
+  """Tokens, segments in a static number of slots, and what each token reads."""
   ends = pooled(SENTENCE)[1]
   ids = np.asarray(ops.segment_ids(ends[None])[0])
   read = np.cumsum(ends)

@@ -20,21 +20,21 @@ _INTRODUCTION = """# All settings
 
 `python docs/settings_page.py` writes this page from the code. Each setting goes on the command
 line, with its section (`--config.model.width=256`), or into a configuration file:
-[the guide](guides/settings.md) shows both. A setting with a star may change when a run goes on in
+[the guide](guides/settings.md) shows both. A setting with a star may change when a run resumes in
 its folder.
 """
 _COMPONENTS = {
-  "model.mixer": "Takes the place of self-attention. `model.first.mixer` and `model.last.mixer` "
-  "have the same settings; by default they are None, and mean `model.mixer`. Several mixers take "
-  "turns: `--config.model.mixer=we,attention`, and `--config.model.mixer.1.num_heads=4` sets one "
-  "of the second.",
+  "model.mixer": "The token mixer, which replaces self-attention. `model.first.mixer` and "
+  "`model.last.mixer` have the same settings; their default, None, means `model.mixer`. Several "
+  "mixers alternate: `--config.model.mixer=we,attention`; `--config.model.mixer.1.num_heads=4` "
+  "then changes a setting of the second.",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
   "data.tokenizer": "Splits the text into tokens. `file` may also be `bert_base_cased`, `gpt2`, or "
-  "the folder of a run, to take its tokenizer. Without a file, the tokenizer is that of "
-  "`train.init_from`, or it is trained on the train split.",
+  "the folder of a run, to take its tokenizer. Without a file, the tokenizer is taken from "
+  "`train.init_from`, or trained on the train split.",
   "train.optimizer": "`adam`, `adamw`, `lion` and `sgd` are optax's.",
-  "train.schedule": "Of the learning rate; `train.learning_rate` is its peak.",
+  "train.schedule": "The learning rate schedule; `train.learning_rate` is its peak.",
 }
 
 
@@ -55,7 +55,7 @@ def of_docstring(component: object) -> dict[str, str]:
 
 
 def meaning(component: type, name: str) -> str:
-  """The meaning of a component's setting, also where the docstring points elsewhere."""
+  """The meaning of a component's setting; follows references to other docstrings."""
   for owner in (component, *getattr(component, "__mro__", ())[1:]):
     text = of_docstring(owner).get(name, "")
     other = re.match(r"[Ss]ee `(\w+)`[;.]?\s*", text)

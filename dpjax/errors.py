@@ -12,12 +12,12 @@ from typing import Any
 class UserError(ValueError):
   """A wrong setting, file or flag, which the user can correct: `setting: expected ..., got ...`.
 
-  The scripts print it without a traceback; other exceptions may be defects of dpjax and keep it.
+  The scripts print it without a traceback; other exceptions may be bugs in dpjax and keep it.
   """
 
 
 def unknown(key: str, names: Iterable[str], got: Any, note: str = "") -> UserError:
-  """The error for a value that is none of `names`; it suggests the nearest, if one is near."""
+  """The error for a value that is not in `names`; it suggests a close match, if any."""
   names = list(names)
   near = difflib.get_close_matches(str(got), names, n=1)
   hint = f"; did you mean {near[0]}?" if near else ""
@@ -28,8 +28,8 @@ def unknown(key: str, names: Iterable[str], got: Any, note: str = "") -> UserErr
 def unknown_setting(key: str, names: Iterable[str], owner: str = "") -> UserError:
   """The error for a setting that does not exist; it names the nearest ones that do.
 
-  These are up to three whose initials have the letters in order, as `learning_rate` has those of
-  `lr`, or one of a similar name.
+  These are up to three whose initials contain its letters in order, as `learning_rate` does for
+  `lr`, or else the most similar name.
   """
 
   def abbreviates(name: str) -> bool:
@@ -52,7 +52,7 @@ def not_writable(key: str, folder: Any, error: Any) -> UserError:
 
 
 class Interrupted(Exception):  # noqa: N818
-  """A signal, or `should_stop` (None), stopped the run, which has saved a checkpoint."""
+  """A signal, or `should_stop` (signal None), stopped the run after it saved a checkpoint."""
 
   def __init__(self, step: int, num_steps: int, signal: int | None = None):
     super().__init__(f"Stopped at step {step} of {num_steps}, which is saved.")
@@ -63,10 +63,10 @@ class Interrupted(Exception):  # noqa: N818
 def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   """Turns errors that users can correct into one message and exit status 1.
 
-  These are a `UserError`, an `OSError` that names a file, a full disk, and no memory. The
-  environment variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its
-  signal, so that a scheduler does not take the run for complete, and Ctrl-C with 130. `flags` get
-  two dashes at a message's beginning.
+  These are a `UserError`, an `OSError` that names a file, a full disk, and running out of memory.
+  The environment variable DPJAX_TRACEBACK keeps their traceback. `Interrupted` exits with 128 + its
+  signal, so that a scheduler does not consider the run complete, and Ctrl-C with 130. A message
+  that begins with one of `flags` gets two leading dashes.
   """
   try:
     yield
@@ -79,7 +79,7 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
   except KeyboardInterrupt:
     sys.stdout.flush()
     print("\nInterrupted", file=sys.stderr, flush=True)
-    os._exit(130)  # Threads of XLA do not outlive Python's own end unharmed.
+    os._exit(130)  # XLA's threads may crash when Python exits normally.
   except Exception as error:
     message = _message(error)
     if message is None or os.environ.get("DPJAX_TRACEBACK"):
@@ -88,7 +88,7 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-  """The text for a user; None for an error that may be a defect."""
+  """The message for users; None for an error that may be a bug."""
   if isinstance(error, UserError):
     return str(error)
   if isinstance(error, OSError) and error.filename is not None:

@@ -1,4 +1,4 @@
-"""Files: opened only if regular, written completely or not at all, locked."""
+"""File access: opens only regular files, writes atomically, and locks."""
 
 import contextlib
 import glob
@@ -18,23 +18,23 @@ from filelock import lock_descriptor
 
 from dpjax.errors import UserError, not_writable
 
-MAX_BYTES = 2**27  # of a file that is read at once
-RECORD = "data.json"  # of a folder that `build_once` built
+MAX_BYTES = 2**27  # limit for a file that is read at once
+RECORD = "data.json"  # in each folder that `build_once` built
 _log = logging.getLogger(__name__)
 
 
 def check_plain(path: Path) -> None:
-  """A `UserError` for a folder, a pipe, which would wait, or a device, which may never end."""
+  """Raises a `UserError` for a folder, a pipe (would block) or a device (may never end)."""
   if not stat.S_ISREG(path.stat().st_mode):
     raise UserError(f"{path}: expected a plain file, got a folder, a device or a pipe")
 
 
 def open_plain(path: str | Path, mode: str = "rb", **options: Any) -> Any:
-  """Opens a regular file as `open` does; the only way to open a file whose name users chose.
+  """Opens a regular file like `open`; used for every file whose name users choose.
 
   Raises:
-    UserError: see `check_plain`; or it is to be written and has a second name, a hard link, by
-      which another file would change.
+    UserError: see `check_plain`; or the file to write has a hard link, through which another
+      file would change.
     OSError: it cannot be opened.
   """
   path = Path(path)
@@ -47,7 +47,7 @@ def open_plain(path: str | Path, mode: str = "rb", **options: Any) -> Any:
 
 
 def read_file(path: str | Path) -> bytes:
-  """The content of a file; raises as `open_plain`, and a `ValueError` above `MAX_BYTES`."""
+  """The content of a file; raises like `open_plain`, and a `ValueError` above `MAX_BYTES`."""
   with open_plain(path) as file:
     if os.fstat(file.fileno()).st_size > MAX_BYTES:
       raise ValueError(f"more than {MAX_BYTES:,} bytes")
@@ -58,7 +58,7 @@ def load_json(path: str | Path) -> Any:
   """The value in a JSON file.
 
   Raises:
-    ValueError: it is damaged, nested too deeply, or no file for `read_file`.
+    ValueError: it is damaged or nested too deeply, or `read_file` rejects it.
     OSError: it cannot be read.
   """
   try:
@@ -68,7 +68,7 @@ def load_json(path: str | Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-  """The JSON object in a file; {} without a readable one."""
+  """The JSON object in a file; {} if it cannot be read."""
   try:
     content = load_json(path)
   except (OSError, ValueError):
@@ -77,12 +77,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def short_name(name: str) -> str:
-  """A name cut to 80 bytes, so that a suffix makes it the name of a file on every disk."""
+  """A name cut to 80 bytes, so that with a suffix it is a valid file name on every disk."""
   return os.fsdecode(os.fsencode(name)[:80])
 
 
 def check_writable(folder: Path) -> None:
-  """Makes a folder if missing; an `OSError` that names it if no file can be made in it."""
+  """Makes a folder if missing; an `OSError` that names it if it is not writable."""
   folder.mkdir(parents=True, exist_ok=True)
   try:
     tempfile.TemporaryFile(dir=folder).close()
@@ -91,25 +91,25 @@ def check_writable(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-  """Writes a file completely or not at all; makes its folder if missing."""
+  """Writes a file atomically; makes its folder if missing."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with replacing_file(path) as file:
     file.write(content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-  """Writes a JSON file by `write_file`."""
+  """Writes a JSON file with `write_file`."""
   write_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[IO[bytes]]:
-  """Gives a new file to fill, which then takes the place of `path`, completely or not at all."""
+  """Yields a new file to fill, which then replaces `path` atomically."""
   try:
     with temporary(path) as file:
       yield file
       sync(file)
-      if os.name == "nt":  # which neither renames nor removes an open file
+      if os.name == "nt":  # Windows neither renames nor removes an open file.
         file.close()
       os.replace(file.name, path)
   except OSError as error:
@@ -119,9 +119,9 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def temporary(path: Path) -> Iterator[IO[bytes]]:
-  """Gives a new file beside `path`, removed at the end; those that ended processes left go first.
+  """Yields a new file beside `path`, removed at the end; first removes those of ended processes.
 
-  data.json  ->  data.json.5f3c09ab44d1e207.tmp, locked until its process ends, however it does
+  data.json  ->  data.json.5f3c09ab44d1e207.tmp, locked until its process ends, in any way
   """
   for _ in left_beside(path):
     pass
@@ -139,8 +139,8 @@ def temporary(path: Path) -> Iterator[IO[bytes]]:
 
 
 def left_beside(path: Path) -> Iterator[Path]:
-  """The files of `temporary` that ended processes left beside `path`; each is removed after use."""
-  digits = "[0-9a-f]" * 16  # No file of somebody else is named like this.
+  """Yields, then removes, each file of `temporary` that an ended process left beside `path`."""
+  digits = "[0-9a-f]" * 16  # No other program names files like this.
   for left in path.parent.glob(f"{glob.escape(short_name(path.name))}.{digits}.tmp"):
     with contextlib.suppress(OSError), left.open("r+b") as file:
       if lock_descriptor(file.fileno(), blocking=False):
@@ -151,7 +151,7 @@ def left_beside(path: Path) -> Iterator[Path]:
 
 
 def check_there(file: IO, path: Path) -> None:
-  """A `UserError` if an open file no longer is that at `path`, as after its folder was removed."""
+  """Raises a `UserError` if an open file is no longer at `path`, as after removing its folder."""
   with contextlib.suppress(FileNotFoundError):
     if os.path.samestat(os.fstat(file.fileno()), path.stat()):
       return
@@ -162,7 +162,7 @@ def check_there(file: IO, path: Path) -> None:
 
 
 def sync(*opened: IO) -> None:
-  """Waits until what was written to files is on the disk."""
+  """Waits until everything written to the files is on the disk."""
   for file in opened:
     file.flush()
     os.fsync(file.fileno())
@@ -177,7 +177,7 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
 def try_lock(file: IO, *, wait: bool = False) -> bool:
   """Locks an open file until it is closed; False if another process holds its lock.
 
-  With `wait`, waits for that process. Where there are no locks, warns and returns True. On Windows,
+  With `wait`, waits for that process. Without locks, warns and returns True. On Windows,
   no other process can read the first byte of a locked file.
   """
   try:
@@ -192,16 +192,16 @@ def build_once(
 ) -> dict[str, Any]:
   """Builds a folder once for all processes, unless it was built from the same inputs.
 
-  For a folder text8 there are
+  For a folder text8, the files are
 
     text8/            the complete folder with its record, data.json
-    text8.partial/    the unfinished folder, perhaps of a process that was killed: built again
-    text8.lock        locked by the process that builds it; stays, and is empty
+    text8.partial/    the unfinished folder; rebuilt if its process was killed
+    text8.lock        an empty file, locked by the process that builds; not removed
 
   Args:
     folder: the folder; one built from other inputs is replaced.
     inputs: JSON values.
-    build: fills an empty folder, and returns what else to record.
+    build: fills an empty folder, and returns additional values to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
 
@@ -241,9 +241,9 @@ def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-  """Gives an empty folder to fill, which then replaces `folder`.
+  """Yields an empty folder to fill, which then replaces `folder`.
 
-  A `UserError` if `folder` has files but no `RECORD`, and so is not dpjax's.
+  Raises a `UserError` if `folder` has files but no `RECORD`, and so is not dpjax's.
   """
   if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
     raise UserError(

@@ -1,4 +1,4 @@
-"""Models at the Hugging Face Hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
+"""Models on the Hugging Face Hub, hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
 
 Cache, token, server and offline mode are those of `huggingface_hub`: HF_HOME; `hf auth login` or
 HF_TOKEN; HF_ENDPOINT; HF_HUB_OFFLINE=1.
@@ -16,12 +16,12 @@ PREFIX = "hf://"
 
 
 def is_address(path: Any) -> bool:
-  """Whether a path is a model at the Hub."""
+  """Whether a path is the address of a model on the Hub."""
   return isinstance(path, str) and path.startswith(PREFIX)
 
 
 def split_address(address: str) -> tuple[str, str | None]:
-  """OWNER/NAME and the revision, if one is given; a `UserError` for another form."""
+  """OWNER/NAME and the revision, if given; a `UserError` for any other form."""
   match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@(\S+))?", address, re.ASCII)
   if not match:
     raise UserError(f"{address}: expected hf://OWNER/NAME or hf://OWNER/NAME@REVISION, got neither")
@@ -30,15 +30,15 @@ def split_address(address: str) -> tuple[str, str | None]:
 
 @contextlib.contextmanager
 def one_line(key: str, expected: str = "a repository that can be read") -> Iterator[None]:
-  """Turns errors of `huggingface_hub` into a `UserError` of one line; those of the disk stay."""
+  """Turns errors of `huggingface_hub` into a one-line `UserError`; disk errors pass through."""
   from huggingface_hub import utils
 
   try:
     yield
-  except Exception as error:  # Of several libraries.
+  except Exception as error:  # Several libraries raise here.
     if isinstance(error, OSError) and error.errno:
       raise
-    # The server's answer is behind a failed upload, or a copy that is also missing.
+    # After a failed upload or a missing local copy, the cause has the server's answer.
     wraps = type(error) is RuntimeError or isinstance(error, utils.LocalEntryNotFoundError)
     is_answer = wraps and isinstance(error.__cause__, utils.HfHubHTTPError)
     reason = " ".join(str(error.__cause__ if is_answer else error).split())
@@ -46,7 +46,7 @@ def one_line(key: str, expected: str = "a repository that can be read") -> Itera
 
 
 def download(address: str, names: Sequence[str]) -> Path:
-  """The folder of those files of a model that it has; they stay in the library's cache.
+  """Downloads those of the files that a model has to the library's cache; returns the folder.
 
   Raises:
     UserError: the model cannot be read.
@@ -63,13 +63,13 @@ def download(address: str, names: Sequence[str]) -> Path:
 
 
 def check_fetched(address: str, missing: Sequence[str]) -> None:
-  """A `UserError` if files are only missing in the cache, since the Hub cannot be reached."""
+  """Raises a `UserError` if files are missing only because the Hub cannot be reached."""
   from huggingface_hub import HfApi
 
   repository, revision = split_address(address)
   try:
     HfApi(library_name="dpjax").model_info(repository, revision=revision)
-  except Exception as error:  # Of several libraries.
+  except Exception as error:  # Several libraries raise here.
     command = f"hf download {repository}{f' --revision {revision}' if revision else ''}"
     raise UserError(
       f"{address}: expected a complete copy in the cache without a connection, got one without "
@@ -78,7 +78,7 @@ def check_fetched(address: str, missing: Sequence[str]) -> None:
 
 
 def upload(folder: Path, address: str, names: Sequence[str], *, private: bool = False) -> None:
-  """Commits a folder to a model, made if missing; others of the files `names` go there.
+  """Commits a folder to a model, made if missing; deletes its other files that are in `names`.
 
   A revision is a branch, made if missing.
 

@@ -45,8 +45,8 @@ def check_mixer(
     reach: the number of positions up to the farthest one that an output depends on, itself
       included; None for all.
     has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
-    takes_document_starts: whether it takes `document_starts`, and so keeps documents of a row
-      apart.
+    takes_document_starts: whether it takes `document_starts`, and so separates the documents
+      of a row.
     dropout: the field with a dropout rate, off by default; "" without one, or for several.
     gradients: selects, from a tree like the parameters, those with a nonzero gradient.
     relations: names of `RELATIONS`; None checks all.
@@ -61,7 +61,7 @@ def check_mixer(
   for name in names:
     arrays.choice("relations", name, RELATIONS)
   case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
-  case()  # A class that cannot be made raises its own error.
+  case()  # A class that cannot be instantiated raises its own error.
   for name in names:
     try:
       RELATIONS[name](case)
@@ -94,7 +94,7 @@ class _Case:
   def draw_params(self, module: nn.Module) -> Any:
     params = jax.jit(module.init)(jax.random.key(0), self.draw()).get("params", {})
     normal = np.random.default_rng(1).standard_normal
-    # Zeros, as of biases, would hide what they do.
+    # Zeros, such as initial biases, would hide their effect.
     return jax.tree.map(
       lambda x: x if x.any() else jnp.asarray(normal(x.shape) / 10, x.dtype), params
     )
@@ -110,7 +110,7 @@ def _expect(condition: Any, message: str) -> None:
 
 
 def _close(output: Any, expected: Any, message: str, scale: Any = None) -> None:
-  """Equal up to the rounding of sums of the size of `scale`, by default of all that is expected."""
+  """Checks equality up to the rounding of sums of size `scale`, by default of all `expected`."""
   atol = 1e-5 * _largest(expected if scale is None else scale)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=atol, err_msg=message)
 

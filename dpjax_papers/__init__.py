@@ -1,1 +1,1 @@
-"""The papers' corpora and tools: a plugin of dpjax, found by its entry point like anybody's."""
+"""The papers' corpora and tools: a plugin of dpjax, found by its entry point like any other."""

@@ -16,7 +16,7 @@ _DAMAGES = (*DAMAGES, zipfile.BadZipFile, tarfile.TarError, KeyError)
 
 
 def head(texts: Iterable[str], num_characters: float) -> Iterator[str]:
-  """The first texts, none of them cut, until they have this many characters."""
+  """Yields the first texts, uncut, until they have this many characters."""
   size = 0
   for text in texts:
     yield text
@@ -49,11 +49,11 @@ def _check_names(names: Iterable[str]) -> None:
 def tar_members(path: Path, required: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, str]]:
   """The text of members of a tar.gz archive, in its order, with errors as in `zip_member`.
 
-  `required` has for each split a regular expression for the end of their paths, and their number.
+  `required` maps each split to a regular expression for the end of paths, and a number of members.
   """
   left = {split: count for split, (_, count) in required.items()}
   try:
-    # The module gzip notices a cut archive, tarfile by itself does not.
+    # gzip detects a truncated archive; tarfile alone does not.
     with gzip.open(path) as file, tarfile.open(fileobj=file, mode="r|") as archive:
       for member in archive:
         _check_names([member.name])
@@ -87,7 +87,7 @@ def hub_parquet(
     library = optional("huggingface_hub")
     try:
       listed = library.HfApi().list_repo_files(repository, repo_type="dataset")
-    except Exception as error:  # Of several libraries.
+    except Exception as error:  # Several libraries raise.
       raise UserError(f"{address}: expected a list of files, got {error!r}") from error
     names = sorted(Path(x).name for x in fnmatch.filter(listed, f"{folder}/{pattern}"))
     if not _is_complete(names):

@@ -19,7 +19,7 @@ Cleaning a clean text changes nothing. For a text of your own:
 Source: Sec. 4.1 of the pooling paper (Nawrot et al. 2023, arXiv:2211.09761); `cleaners/`
 of PiotrNawrot/dynamic-pooling@1e6f360. Differences from that code: look-alikes follow NFKC
 and Unicode's table of confusables (UTS 39, from the package confusable-homoglyphs); marks that are
-not between line ends are removed, too; Hebrew diacritics are removed and cut no words; Vietnamese
+not between line ends are also removed; Hebrew diacritics are removed and cut no words; Vietnamese
 may be decomposed; and digits of all scripts count as digits.
 """
 
@@ -35,7 +35,7 @@ from dpjax.errors import exit_on_user_error, unknown
 
 _MARKER = re.compile("_START_ARTICLE_|_START_SECTION_|_START_PARAGRAPH_|_NEWLINE_")
 _OVERLAPPING_MARKER = re.compile(f"(?=({_MARKER.pattern}))")
-_REACH = len("_START_PARAGRAPH_") - 1  # how far a mark goes on both sides of a cut in it
+_REACH = len("_START_PARAGRAPH_") - 1  # how far a mark extends on either side of a cut in it
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _BLOCK = 2**14
 
@@ -44,7 +44,7 @@ class Language(NamedTuple):
   """The characters that cleaning keeps, and the names of digits.
 
   Attributes:
-    alphabet: the letters, and signs if any, in lower case; no spaces, no digits.
+    alphabet: the letters, and signs if any, in lower case; without spaces and digits.
     digits: the names of 0 to 9, in letters of the alphabet.
     folds: whether characters that look like a letter of the alphabet become that letter.
     diacritics: characters to remove without splitting a word.
@@ -98,7 +98,7 @@ def clean_chunks(chunks: Iterable[str], language: str) -> Iterator[str]:
     ["Mi", "ll_NEW", "LINE_ 1", "9"]  ->  joined, "mill", a line end and "one nine"
 
   Joined, the result equals `clean` on the joined text. Memory is limited to the longest chunk
-  and some ten thousand characters, if there are characters below U+0300 now and then.
+  and some ten thousand characters, if characters below U+0300 occur now and then.
   """
   if language not in LANGUAGES:
     raise unknown("language", LANGUAGES, language)
@@ -106,7 +106,7 @@ def clean_chunks(chunks: Iterable[str], language: str) -> Iterator[str]:
 
 
 def _join(blocks: Iterable[str], language: Language) -> Iterator[str]:
-  gap = None  # the white space before what comes; none before the first word
+  gap = None  # the white space before the next word; None before the first
   for block in blocks:
     text = _map_characters(block, language)
     words = text.strip()
@@ -138,7 +138,7 @@ def _map_characters(text: str, language: Language) -> str:
 
 
 def _cut(chunks: Iterable[str]) -> Iterator[str]:
-  """Cuts a text again, where steps 1 to 3 treat the parts like the full text."""
+  """Cuts a text again at places where steps 1 to 3 treat the parts like the full text."""
   buffer, size, enough = [], 0, _BLOCK
   for chunk in chunks:
     for begin in range(0, len(chunk), _BLOCK):
@@ -158,7 +158,7 @@ def _cut(chunks: Iterable[str]) -> Iterator[str]:
 def _last_cut(text: str) -> int:
   """The last index at which the text can be cut, 0 if there is none."""
   for i in range(len(text) - _REACH, 0, -1):
-    # Nothing below U+0300 combines in a normal form with what stands before it.
+    # Nothing below U+0300 combines in a normal form with what precedes it.
     if text[i] < "\u0300":
       markers = _OVERLAPPING_MARKER.finditer(text, max(0, i - _REACH), i + _REACH)
       if not any(match.start() < i < match.end(1) for match in markers):
@@ -180,7 +180,7 @@ class _Table(dict):
     if (digit := unicodedata.decimal(character, None)) is not None:
       result = str(digit)
     elif character not in " \n":
-      # The one letter with two in lower case is the dotted I.
+      # Only the dotted I has two characters in lower case.
       result = "".join(filter(self._letters.__contains__, character.lower()))
       result = result or (self._folds and self._fold(character)) or " "
     self[code] = result
@@ -191,12 +191,12 @@ class _Table(dict):
     if unicodedata.category(character)[0] != "L":  # such as a stroke for l
       return ""
     base, *marks = unicodedata.normalize("NFD", character)
-    if marks:  # as of the Cyrillic a with two dots
+    if marks:  # such as the Cyrillic a with two dots
       if base.lower() in self._letters:
         return ""
       letter = unicodedata.normalize("NFC", self._fold(base) + "".join(marks))
       return letter if letter in self._letters else ""
-    # Those that it has an entry with, then those that are like the same thing: the table
+    # Those that share an entry with it, then those that resemble the same one: the table
     # has I and what looks like I under l, and the eth and the D with stroke under D.
     near = _look_alikes(character)
     near += [other for middle in near for other in _look_alikes(middle)]

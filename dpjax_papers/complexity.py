@@ -73,7 +73,7 @@ def count_operations(
   output_projection: bool = True,
   reach: int | None = None,
 ) -> Counts:
-  """Counts a sublayer's forward pass over a sequence, or of one more token, Tables 3 to 6.
+  """Counts a sublayer's forward pass over a sequence, or over one more token, Tables 3 to 6.
 
     >>> count_operations("me", length=128, width=128)
     Counts(multiplications=1056768, additions=1040384, divisions=0, exponentiations=0, \
@@ -93,8 +93,8 @@ parameters=128)
     position: t of one more token, from 1 to l, when all tokens before it are cached; None
       counts training. Only the parameters, those of the whole sublayer, then depend on l.
     num_heads: n, a divisor of d; 1 for Extractors and short convolutions, which have none.
-    adjustment: whether SHE, HE and WE have Eq. 24.
-    output_projection: whether they have Eq. 25. HE without both is its extraction alone.
+    adjustment: whether SHE, HE and WE use Eq. 24.
+    output_projection: whether they use Eq. 25. HE without both is just its extraction.
     reach: w of local attention, k of a short convolution and of Mamba-2; None: 256, 3, 4.
 
   Raises:
@@ -191,7 +191,7 @@ def _linear(times: int, width: int) -> Counts:
 
 
 def count_pattern(mixers: Sequence[str], num_layers: int, *, num_heads: int, **sizes) -> Counts:
-  """Counts the mixers of a stack of layers, in which they take turns; see `count_operations`."""
+  """Counts the alternating mixers of a stack of layers; see `count_operations`."""
   _check_size("num_layers", num_layers)
   counts = Counts()
   for i, mixer in enumerate(mixers):
@@ -228,7 +228,7 @@ def table(
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints the table described by the command line."""
-  about = "Operations and parameters of one sublayer, for each token mixer."
+  about = "Counts operations and parameters of one sublayer, for each token mixer."
   parser = argparse.ArgumentParser(prog="python -m dpjax_papers.complexity", description=about)
   parser.add_argument("--length", type=int, default=128, help="l, the context window")
   parser.add_argument("--width", type=int, default=128, help="d")
@@ -236,9 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   about = "count one more token, the T-th, instead"
   parser.add_argument("--inference", type=int, metavar="T", help=about)
   parser.add_argument(
-    "--pattern", help="a,b: count a stack of layers with these mixers in turn, too"
+    "--pattern", help="a,b: also count a stack of layers that alternates these mixers"
   )
-  parser.add_argument("--num_layers", type=int, help="of the stack; by default one of each")
+  parser.add_argument("--num_layers", type=int, help="layers of the stack; default: one per mixer")
   options = parser.parse_args(arguments)
   sizes = dict(length=options.length, width=options.width, num_heads=options.num_heads)
   try:

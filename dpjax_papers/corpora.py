@@ -6,12 +6,12 @@ r"""The papers' corpora and vocabularies, by name.
   openwebtext    web pages that Reddit links to
   text8          the first 10^8 cleaned characters of Wikipedia
   wiki40b_LANGUAGE, cc100_LANGUAGE
-                 Wikipedia, and web pages, in en, fi, he or vi, as the pooling paper takes them
+                 Wikipedia, and web pages, in en, fi, he or vi, as the pooling paper uses them
   childrens_books
 
 wiki40b and cc100 are cleaned (`dpjax_papers.cleaning`) and cut to the first 400M characters for
 training, 2M each for validation and test; wiki40b_fi_raw and so on are the articles as published.
-text8_tiny, lm1b_tiny and so on are small pieces of these, for the configurations "tiny".
+text8_tiny, lm1b_tiny and so on are small pieces of these, for the "tiny" configurations.
 """
 
 import ast
@@ -94,7 +94,7 @@ def read_penn_treebank(files: Files) -> Pieces:
   return archives.tar_members(archive, {x: (re.escape(name.format(x)), 1) for x in SPLITS})
 
 
-# The first author's address has the same files as Amazon S3 had. Their checksums are from
+# The first author's site has the same files as Amazon S3 had. Their checksums are from
 # datasets/wikitext/dataset_infos.json of github.com/huggingface/datasets.
 WIKITEXT = {
   version: File(f"https://wikitext.smerity.com/{version}-v1.zip", checksum=f"sha256:{digits}")
@@ -185,7 +185,7 @@ def read_text8(files: Files) -> Pieces:
 
 
 WIKI40B = "google/wiki40b"
-# Of each split, enough for the pooling paper's text: cleaning removes less than a fifth.
+# Enough of each split for the pooling paper's text: cleaning removes less than a fifth.
 WIKI40B_HEAD = {"train": 520 * 10**6, "valid": 4 * 10**6, "test": 4 * 10**6}
 
 
@@ -199,7 +199,7 @@ def wiki40b_articles(
 
     "\n_START_ARTICLE_\nAhti\n_START_PARAGRAPH_\nAhti on ..._NEWLINE_Se ..."
 
-  Some languages (he, sk ...) have Python's representation of its bytes, which is decoded. The head
+  Some languages (he, sk ...) store Python's representation of the bytes, which is decoded. The head
   of a split ends with a complete article.
   """
 
@@ -233,7 +233,7 @@ CC100_CHARACTERS = 520 * 10**6
 def cc100_documents(files: Files, language: str) -> dict[str, Iterator[str]]:
   """CC-100: web pages of Common Crawl of 2018 in a hundred languages; the beginning of one.
 
-  Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; fi, he, vi alike); Conneau et al.,
+  Source: https://data.statmt.org/cc-100/en.txt.xz (82 GB packed; also fi, he, vi); Conneau et al.,
   ACL 2020. By hand: put cc100-en.txt.xz, or its first 256 MiB, into the manual folder.
 
   One split, "train": the first documents of the file's first 256 MiB, unchanged, until they reach
@@ -257,7 +257,7 @@ def _cut_documents(files: Files, file: File) -> Iterator[str]:
         for document in documents:
           yield document.decode() + "\n\n"
     yield rest.decode()
-  except EOFError:  # Only the beginning; what is left in `rest` is no complete document.
+  except EOFError:  # Only the beginning; `rest` holds an incomplete document.
     return
   except (lzma.LZMAError, UnicodeDecodeError) as error:
     expected = "UTF-8 text packed by xz, or the beginning of such a file"
@@ -288,12 +288,12 @@ _CREDIT = re.compile(
 
 
 def read_childrens_books(files: Files) -> Pieces:
-  """106 English children's books of Project Gutenberg, 35 MB, 100/3/3 complete books a split.
+  """106 English children's books of Project Gutenberg, 35 MB, 100/3/3 complete books per split.
 
   The list, our choice, is childrens_books.tsv beside this module (id, split, title, author).
   Source: https://www.gutenberg.org/ebooks/ID, fetched as pgID.txt from Project Gutenberg's mirror.
-  Header, licence, footer and the credits at the beginning go, line ends are LF, and a line
-  <|endofbook|> stands between two books.
+  Header, licence, footer and initial credits are removed, line ends are LF, and a line
+  <|endofbook|> separates two books.
   """
   with BOOKS.open(encoding="utf-8") as table:
     rows = [*csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE)]

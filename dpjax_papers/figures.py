@@ -6,8 +6,8 @@
   by_length    the median of the last 2,000 batches over the context window (Fig. 10)
   by_layers    the same over the number of layers (Fig. 11)
 
-In the last two, runs with one label or mixer form a line, through the mean of runs of one size. The
-table of medians is printed, too. `dpjax plots --figure=curves` draws Figs. 7 and 8.
+In the last two, runs with the same label or mixer form a line, through the mean of runs of one
+size. The table of medians is also printed. `dpjax plots --figure=curves` draws Figs. 7 and 8.
 
 Source: "Attention Is Not All You Need Anymore", Sec. 6.
 """
@@ -80,15 +80,15 @@ def _draw_sizes(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table and draws the figure of the command line."""
+  """Prints the table and draws the figure given on the command line."""
   path = os.path.expanduser
   parser = argparse.ArgumentParser(prog="python -m dpjax_papers.figures")
   parser.add_argument("figure", choices=FIGURES)
-  parser.add_argument("run_folder", nargs="+", type=path, help="of dpjax train")
+  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
   parser.add_argument("--out", type=path, help="a file; by default FIGURE.png here")
-  parser.add_argument("--every", type=int, help="batches of a median; default: as of dpjax plots")
-  parser.add_argument("--labels", help="of the runs, in their order: a,b")
-  parser.add_argument("--width", type=float, default=9.0, help="in inches")
+  parser.add_argument("--every", type=int, help="batches per median; default: as in dpjax plots")
+  parser.add_argument("--labels", help="labels of the runs, in order: a,b")
+  parser.add_argument("--width", type=float, default=9.0, help="width in inches")
   options = parser.parse_args(arguments)
   with exit_on_user_error(vars(options)):
     out = options.out or f"{options.figure}.png"

@@ -41,10 +41,10 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Compa
     >>> [round(x, 3) for x in found]
     [-0.333, -0.692, 0.025, 0.057]
 
-  Differences that are all equal have an interval of no width, and p = 0, or p = 1 if they are 0.
+  If all differences are equal, the interval has zero width, and p = 0, or p = 1 if they are 0.
 
   Raises:
-    ValueError: the seeds are not the baseline's, or less than 2.
+    ValueError: the seeds are not the baseline's, or fewer than 2.
   """
   from scipy import stats
 
@@ -56,7 +56,7 @@ def compare(scores: Mapping[int, float], baseline: Mapping[int, float]) -> Compa
   mean = statistics.fmean(differences)
   if len({*differences}) == 1:
     return Comparison(mean, mean, mean, float(mean == 0))
-  with warnings.catch_warnings(action="ignore"):  # of differences that are nearly equal
+  with warnings.catch_warnings(action="ignore"):  # differences may be nearly equal
     test = stats.ttest_rel(ours, theirs)
   low, high = test.confidence_interval(0.95)
   return Comparison(mean, float(low), float(high), float(test.pvalue))
@@ -95,7 +95,7 @@ def _read_score(run: Path, score: str, split: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints a line for each folder of the command line."""
+  """Prints a line for each folder given on the command line."""
   parser = argparse.ArgumentParser(prog="python -m dpjax_papers.significance")
   path = os.path.expanduser
   parser.add_argument("folder", nargs="+", type=path, help="a folder with the runs seed_<n>")

@@ -4,19 +4,19 @@ r"""Trains the rows of the papers' tables and puts our numbers beside the papers
   python -m reproduce pooling-table1 --scale=cpu --seeds=0,1,2 --data=texts
   python -m reproduce all --scale=paper --data=texts
 
-The first word is a table's name, several with commas between them, or "all". Each row and seed is a
-run in a folder of its own below --runs, as dpjax train makes it: started again, it resumes. The
+The first argument names a table, several separated by commas, or "all". Each row and seed is a run
+in its own folder below --runs, as dpjax train makes it: started again, it resumes. The
 report, OUT/TABLE_SCALE.json and .md, is written after each run.
 
   paper  the paper's settings        cpu  small models, few steps, the same texts
   tiny   seconds, on Python's manual
 
-If an accelerator is available only for minutes, tokenize on another machine, then train in time:
+If an accelerator is available only for minutes, tokenize elsewhere, then train within a time limit:
 
   python -m reproduce dispatcher-table1 --data=texts --rows=ptb/dispatcher,ptb/msa --tokenize=tokens
   python -m reproduce dispatcher-table1 --data=tokens --rows=ptb/dispatcher,ptb/msa --minutes=9
 
-Status 1: a row has no result.
+Exits with status 1 if a row has no result.
 """
 
 import json
@@ -55,9 +55,9 @@ def _parser() -> command_line.Parser:
   parser = command_line.Parser("reproduce", __doc__)
   about = "the size of models, texts and runs"
   parser.add_argument("--scale", choices=scales.SCALES, default="paper", help=about)
-  about = "the seeds of each row, with commas between them"
+  about = "comma-separated seeds of each row"
   parser.add_argument("--seeds", type=_words, default=["0"], help=about)
-  about = "rows to train, in this order; without, all of the tables'"
+  about = "rows to train, in this order; default: all rows of the tables"
   parser.add_argument("--rows", type=_words, default=[], help=about)
   about = """the time limit, 0 for none. Runs in the reports of --out are kept. The time of other
   runs is estimated from their first updates; one that needs more than is left is stopped and
@@ -88,7 +88,7 @@ def minutes(text: str) -> float:
 
 
 def main(names: str, options: _Options) -> None:
-  """Trains what the options name, and prints the reports."""
+  """Trains the selected rows, and prints the reports."""
   end = time.perf_counter() + 60 * options.minutes if options.minutes else math.inf
   tables = papers.find(names)
   rows = papers.select(tables, options.rows)
@@ -130,7 +130,7 @@ class _Job(NamedTuple):
   options: _Options
 
   def configure(self) -> tuple[ConfigDict, Path]:
-    """The configuration of the run and its folder; a `UserError` without its text."""
+    """The configuration of the run and its folder; `UserError` if its text is missing."""
     options = self.options
     config = scales.configure(self.row.config, options.scale)
     config.seed = self.seed
@@ -162,7 +162,7 @@ def _train(
   job: _Job, entry: Mapping[str, Any], end: float, following: _Job | None
 ) -> dict[str, Any]:
   """Trains one run, if there is time, and returns its entry in the report."""
-  # What the row took with another seed, or what it was expected to take before.
+  # The row's time with another seed, or its earlier estimate.
   sizes = [run.get("seconds", run.get("expected_seconds", 0.0)) for run in entry.values()]
   expected = max(sizes, default=0.0) or rows_lib.LAST_SECONDS
   if expected > (left := end - time.perf_counter()):
@@ -195,7 +195,7 @@ def _tokenize(job: _Job, folder: Path) -> None:
 
 
 def _report(table: papers.Table, options: _Options) -> dict[str, Any]:
-  """A report without runs, or with --minutes the one that is there."""
+  """An empty report, or with --minutes the existing one."""
   before = read_json(_path(table, options)).get("rows", {}) if options.minutes else {}
   return {
     "table": table.name,

@@ -1,4 +1,4 @@
-"""What the three papers report, and the configuration of ours behind each number.
+"""What the three papers report, and our configuration for each number.
 
 Rows that the paper only plots have no number; `claims` quotes its text.
 
@@ -29,7 +29,7 @@ class Row:
     paper: the paper's numbers, by score.
     is_starred: whether the paper found it better than its baselines, p < 0.05.
     after: the name of the row whose parameters it starts from, or "".
-    place: its place on a figure's axis, or None.
+    place: its position on a figure's axis, or None.
   """
 
   name: str
@@ -49,11 +49,11 @@ class Table:
   Attributes:
     name: PAPER-tableN or PAPER-figN.
     title: what it shows.
-    claims: what the paper says of it.
+    claims: what the paper says about it.
     scores: the scores that are reported; rows are compared by the first.
     rows: the experiments.
-    baselines: ends of the names of rows that others are tested against.
-    axis: what a row's `place` is; "" without one.
+    baselines: name suffixes of the rows that others are tested against.
+    axis: the meaning of a row's `place`; "" without an axis.
   """
 
   name: str
@@ -66,7 +66,7 @@ class Table:
 
   @property
   def source(self) -> str:
-    """The paper, and the place in it."""
+    """The paper, and the table or figure in it."""
     paper, _, place = self.name.partition("-")
     kind, number = ("Table", place[5:]) if place.startswith("table") else ("Fig.", place[3:])
     part = " (English)" if self.name == "pooling-fig3" else ""
@@ -277,10 +277,10 @@ TABLES = {table.name: table for table in _TABLES}
 
 
 def find(names: str) -> list[Table]:
-  """The tables of a list of names with commas, or of "all".
+  """The tables in a comma-separated list of names, or all for "all".
 
   Raises:
-    ValueError: one has no table.
+    ValueError: a name has no table.
   """
   chosen = [*TABLES] if names == "all" else [*dict.fromkeys(names.split(","))]
   for name in chosen:
@@ -292,10 +292,10 @@ def find(names: str) -> list[Table]:
 def select(tables: Sequence[Table], names: Sequence[str]) -> list[tuple[Table, Row]]:
   """Returns the rows of `names` in this order, or all rows, with their tables.
 
-  Of all rows, those that other rows start from come first.
+  Among all rows, those that other rows start from come first.
 
   Raises:
-    ValueError: no table has a row, or two have.
+    ValueError: a row is in no table, or in two.
   """
   rows = [(table, row) for table in tables for row in table.rows]
   if not names:

@@ -52,7 +52,7 @@ def _mean(scores: Mapping[int, float]) -> str:
 
 
 def _test(table: papers.Table, report: Mapping[str, Any], row: papers.Row) -> str:
-  """The difference to the first baseline of the row's group, and p."""
+  """The difference from the first baseline of the row's group, and p."""
   score = table.scores[0]
   ends = tuple(f"/{name}" for name in table.baselines)
   bases = [x for x in table.rows if ends and x.group == row.group and x.name.endswith(ends)]

@@ -1,4 +1,4 @@
-"""Trains one row of a table with one seed, within a time if there is one."""
+"""Trains one row of a table with one seed, within a time limit if there is one."""
 
 import contextlib
 import dataclasses
@@ -28,10 +28,10 @@ from dpjax.training import checkpoints, sharding
 from dpjax.training.loop import NonFiniteError
 from reproduce import scales
 
-MEASURED = 30  # updates that tell how long a row takes
+MEASURED = 30  # updates timed to estimate a row's time
 SAVE_SECONDS = 0.5  # estimated time to save a checkpoint
 LAST_SECONDS = 10.0  # reserved for the last checkpoint and the test split
-POINTS = 100  # of a curve of training losses
+POINTS = 100  # points of a training curve
 AUTHORS = "perplexity_authors_protocol"
 
 
@@ -82,7 +82,7 @@ class Clock:
 
     expected = seconds so far + median * (updates + evaluations, in updates) + save * saves
 
-  Updates, evaluations and saves are those to come; compiling the evaluation is not counted.
+  Updates, evaluations and saves are the remaining ones; compiling the evaluation is not counted.
 
   Args:
     end: when the time is up, by `time.perf_counter`; infinity without a limit.
@@ -138,7 +138,7 @@ def train(
   threads: list[threading.Thread] = []
 
   def compile_following() -> None:
-    # Of use with a deadline, and with the persistent cache: else the run compiles again.
+    # Useful only with a deadline and the persistent cache: else the run compiles again.
     if end < math.inf and jax.config.values["jax_compilation_cache_dir"]:
       threads.append(threading.Thread(target=_compile, args=(following,)))
       threads[0].start()
@@ -153,7 +153,7 @@ def train(
     losses = runs_lib.read_losses(folder)
     found["median_cost"] = runs_lib.last_median(losses, median_every(losses))
     if AUTHORS in scores:
-      with contextlib.suppress(UserError):  # of a text that is too short for ten rows
+      with contextlib.suppress(UserError):  # if the text is too short for ten rows
         found[AUTHORS] = authors_perplexity(run)
     sizes = [leaf.size for leaf in jax.tree.leaves(run.params)]
     return {
@@ -244,7 +244,7 @@ def authors_perplexity(run: Any, split: str = "test") -> float:
   mesh = sharding.make_mesh()
   nats = count = 0.0
   for index in range(text.steps_per_epoch):
-    rows = ((0, -text.batch_size % mesh.size), (0, 0))  # empty ones, for the devices
+    rows = ((0, -text.batch_size % mesh.size), (0, 0))  # empty rows to fill the devices
     batch = {name: np.pad(array, rows) for name, array in text.batch(index).items()}
     sums = run._scorer.step(run.params, sharding.put_batch(batch, mesh), index)
     nats, count = nats + float(sums["nats"]), count + float(sums["count"])

@@ -1,12 +1,12 @@
-"""The papers' experiments as they are, or made small.
+"""The papers' experiments as they are, or scaled down.
 
-paper  as configs/ has it
+paper  as in configs/
 cpu    a small model and few steps on the same text: minutes on a processor. Validation and test
        are the first 60,000 characters
-tiny   a few steps on Python's own manual: seconds, to see that all of it works
+tiny   a few steps on Python's own manual: seconds, to check that everything works
 
-What a figure varies stays as it is: windows, layers, heads, boundaries. Numbers of the two
-reduced scales are not to be compared with a paper's.
+What a figure varies is unchanged: windows, layers, heads, boundaries. Numbers of the two
+reduced scales must not be compared with a paper's.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from dpjax.errors import UserError
 from dpjax_papers import corpora as corpora  # registers the papers' corpora
 
 SCALES = ("tiny", "cpu", "paper")
-# What says where things lie or what is shown, and changes no number.
+# Settings of paths and output, which change no numbers.
 _FREE = ("seed", "data.path", "data.data_dir", "data.manual_dir", "sample.")
 _FREE += ("train.init_from", "train.log_every_steps")
 
@@ -33,7 +33,7 @@ def _steps(num_steps: int, eval_every: int) -> dict[str, Any]:
 
 
 _ONE_EACH = dict(first=dict(num_layers=1), last=dict(num_layers=1))
-# By the scale and by what a configuration's file begins with; msa is as dispatcher.
+# By scale and by prefix of a configuration's file; msa is like dispatcher.
 _CHANGES: dict[str, dict[str, Any]] = {
   "cpu": {
     "all": {},
@@ -59,7 +59,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
       train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
-    # 128 is the least width that has 128 heads.
+    # 128 is the smallest width with 128 heads.
     "extractors": dict(model=dict(num_layers=2, feed_forward_width=20, max_length=17)),
     "pooling": dict(
       model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=34)
@@ -70,7 +70,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     ),
   },
 }
-# No sample, and of two units of a duration not the other one.
+# Without a sample; durations are in steps, not epochs.
 _UNSET = {"sample.prompt": "", "train.num_epochs": 0.0, "train.eval_every_epochs": 0.0}
 # Many runs each: what these figures vary, and how many steps a run of "cpu" then has.
 _FIGURES = {
@@ -103,7 +103,7 @@ def configure(name: str, scale: str) -> ConfigDict:
         changes |= config_lib.flatten({"train": _steps(num_steps, num_steps)})
   if scale == "cpu":
     if config.train.init_from:
-      changes["train.learning_rate"] /= 6  # as the paper's of the two
+      changes["train.learning_rate"] /= 6  # the ratio of the paper's two rates
   is_vanilla = not config_lib.is_pooled(config.model)
   if family == "pooling" and is_vanilla and "model.num_layers" in changes:
     for side in ("first", "last"):
@@ -121,7 +121,7 @@ def configure(name: str, scale: str) -> ConfigDict:
 def changes(name: str, scale: str) -> dict[str, list]:
   """The settings in which a scale differs from the paper: {"model.width": [512, 128]}.
 
-  Places, seeds and samples, which change no number, are left out. None: not a setting there.
+  Paths, seeds and samples, which change no numbers, are left out. None: not a setting there.
   """
   there, here = settings(load(name)), settings(configure(name, scale))
   return {key: [there[key], here.get(key)] for key in there if there[key] != here.get(key)}
@@ -138,7 +138,7 @@ MAX_CHARACTERS = {"cpu": (0, 60_000, 60_000), "tiny": (60_000, 3_000, 3_000)}
 
 
 def cut(config: ConfigDict, scale: str) -> None:
-  """Sets `data.path` to the first characters of the text, of as many as the scale takes."""
+  """Sets `data.path` to the first characters of the text, as many as the scale uses."""
   data = config.data
   if scale not in MAX_CHARACTERS or data.path and Path(data.path, "train.bin").exists():
     return
@@ -164,14 +164,13 @@ def cut(config: ConfigDict, scale: str) -> None:
 def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]:
   """The name of an experiment's text, and its path in a folder of texts.
 
-  It is NAME: a folder with {train,valid,test}.txt, or a file with the ending .txt. The name of a
-  stand-in, or of a
-  part of the text, goes on after that: text8_prefix.txt, wiki40b_fi_books.txt. The folder
+  It is NAME: a folder with {train,valid,test}.txt, or a file with the ending .txt. Names of
+  stand-ins and parts of the text add a suffix: text8_prefix.txt, wiki40b_fi_books.txt. The folder
   may contain tokens instead of text, in a subfolder named by `tokens_name`. Without a folder the
   text is downloaded, and there is no path.
 
   Raises:
-    ValueError: the folder has none, or more than one.
+    ValueError: the folder has no such text, or more than one.
   """
   wanted, names = config.data.name, {*corpus_lib.SOURCES}
   is_manual = wanted == corpus_lib.PYTHON_MANUAL and not Path(folder, wanted).exists()

@@ -42,7 +42,8 @@ MIXERS = {
     WEIGHTS | {"width": 12, "reach": 4},
   ),
   "short convolution": (layers.ShortConvolution, {"reach": 3}),
-  "mamba2": (partial(layers.Mamba2, state_width=5, head_width=4), {}),
+  # A width at which no sum of gradients cancels to little more than its rounding.
+  "mamba2": (partial(layers.Mamba2, state_width=5, head_width=4), {"width": 12}),
   "she": (layers.SHE, {}),
   "he": (layers.HE, {}),
   "we": (layers.WE, {}),

@@ -1,4 +1,4 @@
-"""Analysis of runs (losses, segments, sweeps), and what a step takes of a device."""
+"""Analysis of runs (losses, segments, sweeps), and the device resources of a step."""
 
 from typing import TYPE_CHECKING
 

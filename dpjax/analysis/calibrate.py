@@ -1,4 +1,4 @@
-r"""Measures what `entropy_threshold` and `flexitokens` boundaries need to know of a text.
+r"""Measures the text statistics that `entropy_threshold` and `flexitokens` boundaries need.
 
   dpjax calibrate runs/bytes --factor=4.5
   dpjax calibrate runs/bytes --rates
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
   """The entropy of a model's prediction of each next token, [B, T], in nats, float32.
 
-  The tokens [N] are cut into B windows of T = `window`, each read on its own; one if N < T.
+  The tokens [N] are cut into B windows of T = `window`, each read independently; B = 1 if N < T.
   """
   from dpjax.ops import conditional_entropy
 
@@ -44,7 +44,7 @@ def rates(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
     r_b = (1 / T) sum over t of b_t
 
-  of the model's boundaries; without pooling, of those after the spaces, so of the words. Their mean
+  for the model's boundaries; without pooling, for those after spaces, i.e. of words. Their mean
   and standard deviation are the alpha and sigma of `dpjax.layers.FlexiTokens`. A `ValueError` if
   the model does not pool and no token ends a word.
   """
@@ -59,7 +59,7 @@ def rates(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
 
 
 def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "jax.Array":
-  """What a function of windows, [B, T], and of the model's output gives, in float32."""
+  """Applies a function to windows, [B, T], and the model's output; returns float32."""
   import jax
   import jax.numpy as jnp
 
@@ -79,10 +79,10 @@ def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints theta for the length given on the command line, or rates."""
+  """Prints theta for the target length, or rates, as given on the command line."""
   from dpjax.commands import flags as command_line
 
-  about = "The theta of entropy_threshold boundaries, or the rates for flexitokens."
+  about = "Finds theta for entropy_threshold boundaries, or rates for flexitokens."
   parser, path = argparse.ArgumentParser(prog="dpjax calibrate", description=about), os.path
   parser.add_argument("run", metavar="RUN", type=path.expanduser, help="the folder of a run")
   about = "mean length of segments, in tokens of the run"

@@ -1,4 +1,4 @@
-"""Compiles a configuration for devices that need not be present, and prints what it takes.
+"""Compiles a configuration for devices that need not be present, and prints what it needs.
 
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
   dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
@@ -31,7 +31,7 @@ from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError, unknown
 
 STEPS = ("train", "evaluate", "generate")
-# The sizes of the vocabularies that have a name.
+# The sizes of named vocabularies.
 _VOCAB_SIZES = {"gpt2": 50_257, "bert_base_cased": 28_996}
 _COLLECTIVE = re.compile(
   r" (all-gather|all-reduce|reduce-scatter|(?:ragged-)?all-to-all|collective-[a-z]+)(?:-start)?\("
@@ -48,8 +48,8 @@ def compile_steps(
 ) -> dict[str, Any]:
   """Compiles steps of a configuration for a topology, without its data.
 
-  A fitted vocabulary has `data.tokenizer.vocab_size` entries; one that follows from a text, as of
-  characters, needs `run` or `model.vocab_size`. A batch that does not divide over the devices is
+  A fitted vocabulary has `data.tokenizer.vocab_size` entries; one that follows from a text, such
+  as characters, needs `run` or `model.vocab_size`. A batch that does not divide over the devices is
   rounded up.
 
   Args:
@@ -160,7 +160,7 @@ class _Programs:
     for path, array in jax.tree.leaves_with_path(self._state.params):
       name = _part(jax.tree_util.keystr(path, simple=True, separator="."))
       self.parts[name] = self.parts.get(name, 0) + array.size
-    # Several hosts do not know each other's segments.
+    # Hosts do not know each other's segments.
     one_host = len({chip.process_index for chip in chips}) == 1
     self._segments = (segments or config.model.max_length) if one_host else 0
 
@@ -217,7 +217,7 @@ class _Programs:
     return _sharded(batch, self._mesh, sharding.AXIS)
 
   def _capacity(self, batch: Mapping[str, Any]) -> int | None:
-    """That of a batch whose longest row has `segments`, if training would count them."""
+    """The capacity of a batch whose longest row has `segments`, if training would count them."""
     if not self._segments or not self._boundaries or "document_starts" in batch:
       return None
     from dpjax.models import build
@@ -245,7 +245,7 @@ def _sharded(arrays: Any, mesh: Any, axis: str | None) -> Any:
 
 
 def _measure(program: _Program, capacity: int) -> dict[str, Any]:
-  """Compiles a program: what it takes of each device, which has `capacity` bytes of memory."""
+  """Compiles a program; returns what it needs on each device with `capacity` bytes of memory."""
   import jax
   from jax.interpreters import partial_eval
 
@@ -260,7 +260,7 @@ def _measure(program: _Program, capacity: int) -> dict[str, Any]:
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    # A TPU's compiler says how much all memory, or temporary memory, would have to be.
+    # A TPU's compiler reports how much total, or temporary, memory would be needed.
     match = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", str(error))
     in_gib = dict(zip("KMGT", (2**-20, 2**-10, 1, 2**10), strict=True))
     needed = float(match[1]) * in_gib[match[2]] if match else math.inf
@@ -306,7 +306,7 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
 
 
 def main() -> None:
-  """Compiles what the command line describes."""
+  """Compiles the configurations given on the command line."""
   parser = command_line.Parser("compile", __doc__, has_config=True)
   about = "what to compile for: v5e:2x2, h100, h100:8, ..., cpu"
   parser.add_argument("--topology", default="cpu", help=about)
@@ -326,7 +326,7 @@ def _compile(arguments, name: str = "") -> None:
   config = arguments.config
   if config is None:
     raise UserError("--config: expected an experiment, got none")
-  # Another text or tokenizer than the run's has another vocabulary.
+  # A text or tokenizer other than the run's has a different vocabulary.
   folder = os.path.expanduser(name)
   is_run = os.path.isdir(folder) and config_lib.load(folder).data.to_dict() == config.data.to_dict()
   options: Any = dict(topology=arguments.topology, segments=arguments.segments)

@@ -1,11 +1,11 @@
 """The accelerators that XLA compiles for on a machine without them.
 
   v5e:4x4       16 chips of a TPU v5e, in that topology
-  h100, h100:8  one NVIDIA H100, or eight of a machine
+  h100, h100:8  one NVIDIA H100, or eight in one machine
   cpu           this machine's processor
   here          all devices that JAX has
 
-Sizes of memory are those of the makers' data sheets.
+Memory sizes are those of the manufacturers' data sheets.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ DEVICES = {
 
 
 def prepare() -> None:
-  """Hides accelerators from JAX and its compilers; to be called before they are imported."""
+  """Hides accelerators from JAX and its compilers; call it before importing them."""
   os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -85,7 +85,7 @@ def prepare() -> None:
 
 
 def find(topology: str) -> tuple[Device, list[Any]]:
-  """The type of device of a topology, and its devices for `dpjax.training.sharding.make_mesh`.
+  """The device type of a topology, and its devices for `dpjax.training.sharding.make_mesh`.
 
   Raises:
     UserError: the topology is unknown, or its compiler is not installed.

@@ -1,10 +1,10 @@
-r"""Shows what models read in a text: their segments, what surprises them, what each position reads.
+r"""Shows how models read a text: their segments, surprisals, and what each position reads.
 
   dpjax look runs/gumbel runs/spaces --text="the quick brown fox" --out=page.html
 
-Prints the text with a mark at the end of each segment. With --out, writes one HTML page that needs
-no network, and can be sent: every run beside the others, token by token. --text is a text or a
-file; by default the beginning of the first run's test split, of up to 120 tokens.
+Prints the text with a mark at the end of each segment. With --out, writes a self-contained
+HTML page that shows all runs side by side, token by token. --text is a text or a file; by default
+the beginning of the first run's test split, up to 120 tokens.
 
   the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
   the␣|quick␣||brow|n␣|fox    || where a segment of segments ends, in a model with two stages
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
   from dpjax.analysis.reading import Segmentation
   from dpjax.run import Run
 
-# The tokens in a matrix, and whether each head has one: the first that fits into a page.
+# The tokens in a matrix, and whether each head has its own: the first that fits into a page.
 _SIZES = (
   (512, True),
   (512, False),
@@ -43,12 +43,12 @@ _SIZES = (
   (128, False),
   (0, False),
 )
-_MAX_IMAGE_BYTES = 500_000  # of all runs
+_MAX_IMAGE_BYTES = 500_000  # for all runs together
 _DEFAULT_TOKENS = 120
 
 
 class Page(str):
-  """A page as HTML, which a notebook shows."""
+  """An HTML page, which notebooks display."""
 
   __slots__ = ()
 
@@ -58,13 +58,13 @@ class Page(str):
 
 
 def look(runs: "Run | Sequence[Run]", text: str) -> Page:
-  """A page that shows what one or several runs read in a text.
+  """Makes a page that shows how one or several runs read a text.
 
-  It is one HTML file without references to others. A boundary, a surprisal and a score are those of
-  `dpjax.analysis.reading.segment`, and what a position reads of `dpjax.analysis.reading.layers`.
+  It is a self-contained HTML file. Boundaries, surprisals and scores come from
+  `dpjax.analysis.reading.segment`, and what a position reads from `dpjax.analysis.reading.layers`.
 
   Raises:
-    ValueError: there is no token, or more than 10,000.
+    ValueError: the text has no tokens, or more than 10,000.
   """
   from dpjax.analysis import reading
 
@@ -83,7 +83,7 @@ def _write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentati
       break
   content = [_describe(*parts) for parts in zip(runs, segmentations, images, strict=True)]
   template = Path(__file__).with_name("look.html").read_text(encoding="utf-8")
-  # No text ends the script that holds it.
+  # The text must not close the script element that holds it.
   return Page(template.replace("{content}", json.dumps(content).replace("<", "\\u003c")))
 
 
@@ -114,7 +114,7 @@ def _describe(run: "Run", segmentation: "Segmentation", layers: list[dict]) -> d
 
 
 def _after(before: np.ndarray | None) -> list[float | None] | None:
-  """What stands before each token, as what stands after; None after the last, which is not read."""
+  """Moves values from before each token to after; None after the last token, which is not read."""
   return None if before is None else [*_numbers(before[1:].astype(np.float64)), None]
 
 
@@ -132,7 +132,7 @@ def _images(layer: Any, size: int, has_heads: bool) -> dict[str, Any]:
 
 
 def _image(weights: np.ndarray) -> dict[str, Any]:
-  """[T, T] as a PNG of 8 bits, in which each row's largest weight is 255, beside these weights."""
+  """[T, T] as an 8-bit PNG, scaled so that each row's largest weight is 255, and these weights."""
   largest = weights.max(axis=1, initial=0)
   rows = np.round(255 * weights / np.maximum(largest, 1e-30)[:, None]).astype(np.uint8)
 
@@ -140,7 +140,7 @@ def _image(weights: np.ndarray) -> dict[str, Any]:
     return struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
 
   header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 0, 0, 0, 0)
-  pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # before each row its filter
+  pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # each row's filter
   png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR" + header) + chunk(b"IDAT" + pixels) + chunk(b"IEND")
   return {"png": base64.b64encode(png).decode(), "largest": [float(f"{x:.3g}") for x in largest]}
 
@@ -166,14 +166,14 @@ def describe(segmentation: "Segmentation") -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints and writes what the command line describes."""
+  """Prints the segments, and writes the page."""
   from dpjax.commands import flags as command_line
 
-  about = "What runs read in a text: segments, surprisals, and what each position reads."
+  about = "Shows how runs read a text: segments, surprisals, and what each position reads."
   parser, path = argparse.ArgumentParser(prog="dpjax look", description=about), os.path.expanduser
-  parser.add_argument("run_folder", nargs="+", type=path, help="of dpjax train")
-  parser.add_argument("--text", help="or a file; default: the beginning of the test split")
-  parser.add_argument("--out", type=path, help="a file for the page: page.html")
+  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
+  parser.add_argument("--text", help="a text or a file; default: the beginning of the test split")
+  parser.add_argument("--out", type=path, help="a file for the page, such as page.html")
   with command_line.parsed(parser, arguments) as options:
     from dpjax import run as run_lib
     from dpjax.analysis import reading

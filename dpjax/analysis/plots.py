@@ -13,8 +13,8 @@ in training. --figure is one of
   curves    medians of the training costs of every 2,000 batches over the batch number
 
 Runs that differ only in the seed, or have the same label, are drawn as one line, their mean, with a
-band of +-1 standard deviation. A table is printed, too. `dpjax_papers.figures` has other figures of
-"Attention Is Not All You Need Anymore", Sec. 6, from which the medians are.
+band of +-1 standard deviation. A table is also printed. `dpjax_papers.figures` has other figures of
+"Attention Is Not All You Need Anymore", Sec. 6, the source of the medians.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 # The first one that all runs have is drawn; the first two do not depend on the tokenizer.
 SCORES = ("bits_per_character", "perplexity_per_word", "perplexity", "nats_per_token")
 _VALIDATION = tuple(f"valid/{name}" for name in SCORES)
-_NARROW = 5.0  # inches; of one column of a paper
+_NARROW = 5.0  # inches; one column of a paper
 
 
 def draw(
@@ -60,7 +60,7 @@ def draw(
   Args:
     runs: at least one, each with `every` updates or more, else a `ValueError` is raised.
     figure: one of `FIGURES`.
-    every: updates in a median; "metric" needs none.
+    every: updates in a median; unused by "metric".
     metric: the score drawn by "progress" and "metric", from `find_metric`.
     log: the axes with a logarithmic scale, from "x" and "y".
     width: inches; a figure narrower than 5 is laid out for one column of a paper.
@@ -127,9 +127,9 @@ def draw_lines(
   label: str,
   **look: Any,
 ) -> None:
-  """Draws a line over batches for each name of runs: their mean, in a band.
+  """Draws a line over batches for each run name: the mean, with a band.
 
-  `curve` gives a run's values by batch, `label` says what they are, and `look` is for
+  `curve` returns a run's values by batch, `label` describes them, and `look` is passed to
   `matplotlib.axes.Axes.plot`.
   """
   groups = runs_lib.group(runs_lib.names(runs, seeds=False), runs)
@@ -152,7 +152,7 @@ def draw_lines(
 def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None:
   """The logged score to draw: the given one, which a run must have, such as "valid/perplexity".
 
-  None becomes validation bits per character if all evaluated runs have it, else perplexity.
+  None selects validation bits per character if all evaluated runs have it, else perplexity.
   """
   if metric is None:
     logged = [run.scores for run in runs if any(name in run.scores for name in _VALIDATION)]
@@ -192,18 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   from dpjax.commands import flags as command_line
 
   path = os.path.expanduser
-  about = "Training costs and scores of runs, from their folders."
+  about = "Plots training costs and scores of runs from their folders."
   parser = argparse.ArgumentParser(prog="dpjax plots", description=about)
-  parser.add_argument("run_folder", nargs="+", type=path, help="of dpjax train")
+  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
   about = f"a file: {', '.join(SUFFIXES)}; by default FIGURE.png in the current folder"
   parser.add_argument("--out", type=path, help=about)
-  parser.add_argument("--figure", choices=FIGURES, help="progress; metric where --metric is given")
-  parser.add_argument("--metric", help="a logged score, as valid/perplexity or train/grad_norm")
-  about = "batches of a median; by default 2,000, or a tenth of the shortest run if that is less"
+  parser.add_argument("--figure", choices=FIGURES, help="default: progress, metric with --metric")
+  parser.add_argument("--metric", help="a logged score: valid/perplexity or train/grad_norm")
+  about = "batches per median; by default 2,000, or a tenth of the shortest run if that is less"
   parser.add_argument("--every", type=int, help=about)
-  parser.add_argument("--labels", help="of the runs, in their order: a,b")
+  parser.add_argument("--labels", help="labels of the runs, in order: a,b")
   parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
-  parser.add_argument("--width", type=float, default=9.0, help="of the figure, in inches")
+  parser.add_argument("--width", type=float, default=9.0, help="width of the figure in inches")
   with command_line.parsed(parser, arguments) as options:
     figure = options.figure or ("metric" if options.metric else "progress")
     out = options.out or f"{figure}.png"

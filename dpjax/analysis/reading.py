@@ -1,6 +1,6 @@
-"""What a model reads in a text: where segments end, what surprises it, what each position weights.
+"""How a model reads a text: where segments end, surprisals, and the weights of each position.
 
-All numbers are those of an evaluation, `dpjax.run.Run.score`, before it adds them up.
+All numbers are those of an evaluation, `dpjax.run.Run.score`, before summation.
 T token, H head.
 """
 
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
   Attributes:
     begins: [T], bool; True where a segment ends before the token.
-    probabilities: [T], float32, of a segment's end before the token; nan where none can end, and
+    probabilities: [T], float32, that a segment ends before the token; nan where none can end;
       None for rules.
   """
 
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
   @property
   def boundaries(self) -> np.ndarray:
-    """[T], bool; True where a segment ends with the token. That of the last one stays open."""
+    """[T], bool; True where a segment ends with the token. The last segment stays open."""
     return np.append(self.begins[1:], False)
 
 
@@ -57,10 +57,10 @@ class Segmentation(NamedTuple):
     pieces: the text that each token adds; "" for a part of a character.
     surprisals: [T], float32, nats of each token, given those before it in its window.
     entropies: [T], float32, nats, of the model's prediction of each token.
-    stages: the poolings, the outermost first; () without.
+    stages: the poolings, the outermost first; () without pooling.
     targets: [T], bool; where a segment should have ended before the token, for boundaries that
       have a reference.
-    scores: as of `Run.score`.
+    scores: those of `Run.score`.
   """
 
   pieces: list[str]
@@ -71,10 +71,10 @@ class Segmentation(NamedTuple):
   scores: Mapping[str, float]
 
   def enrichment(self, seed: int | None = None) -> float:
-    """The mean surprisal of tokens that begin a segment, with that of all tokens as 1.
+    """The mean surprisal of tokens that begin a segment, relative to that of all tokens.
 
-    With a seed, of as many tokens drawn at random: chance. nan without a token behind a boundary,
-    or if the model holds one for impossible.
+    With a seed, that of as many random tokens: chance level. nan if no token follows a boundary,
+    or if the model gives one zero probability.
     """
     begins = self.stages[0].begins
     if seed is not None:
@@ -85,7 +85,7 @@ class Segmentation(NamedTuple):
 
 
 class Layer(NamedTuple):
-  """What each position reads in one layer: weights, [H, T, T], row t of the positions s <= t."""
+  """What each position reads in one layer: weights, [H, T, T], row t for positions s <= t."""
 
   name: str
   weights: np.ndarray
@@ -146,14 +146,14 @@ def segment(run: "Run", text: str) -> Segmentation:
     the model's softmax for a token is (0.5, 0.5)  ->  its entropy is ln 2 = 0.693
 
   Raises:
-    ValueError: there is no token, or more than 10,000.
+    ValueError: the text has no tokens, or more than 10,000.
   """
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
     raise UserError(f"text: expected 1 to {MAX_TOKENS:,} tokens, got {len(tokens):,}")
   run, scorer = dataclasses.replace(run), run._scorer
   fields: Any = {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
-  # What a model draws depends on the rows of a batch.
+  # Random draws depend on the rows of a batch.
   draws = any(module.samples_in_eval for module in scorer.objective.boundaries)
   scorer = _Scorer(**fields | {"batch_size": scorer.batch_size if draws else 1})
   vars(run)["_scorer"] = scorer  # where `run.score` looks
@@ -173,7 +173,7 @@ def segment(run: "Run", text: str) -> Segmentation:
 def _stages(stages: list[tuple], modules: Any) -> list[tuple]:
   """The stages of a row, each by the row's positions."""
   result = stages[:1]
-  last = np.flatnonzero(stages[0][0]) if stages else np.zeros(0, int)  # of each segment
+  last = np.flatnonzero(stages[0][0]) if stages else np.zeros(0, int)  # each segment's last token
   for outer, (ends, chances) in zip(modules, stages[1:], strict=False):
     last = np.append([-1] * outer.has_null_group, last).astype(int)  # -1: before the text
     by_position = None
@@ -186,7 +186,7 @@ def _stages(stages: list[tuple], modules: Any) -> list[tuple]:
 
 
 def split(tokenizer, tokens: np.ndarray) -> list[str]:
-  """The text that each token adds; "" if it is a part of a character, which the last one adds."""
+  """The text that each token adds; "" for all but the last token of a character."""
   stream = TextStream(tokenizer)
   pieces = [stream.push([i]) for i in tokens]
   return [*pieces[:-1], pieces[-1] + stream.finish()]
@@ -222,11 +222,11 @@ def visible(piece: str) -> str:
 
 
 def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
-  """What each of the first tokens of a text reads in each layer, as far as its mixer tells.
+  """What each of a text's first tokens reads in each layer whose mixer reports it.
 
   Weights of attention; absolute values of a Dispatcher's `dpjax.ops.dispatch_matrix`; sizes of the
-  taps of an Extractor and a short convolution (root mean square over features). A mixer of your own
-  tells by `self.sow("intermediates", "reads", weights)`, [B, H, T, T]; others have no layer here. A
+  taps of an Extractor and a short convolution (root mean square over features). A custom mixer
+  reports by `self.sow("intermediates", "reads", weights)`, [B, H, T, T]; others are left out. A
   layer on segments reads, for every token, the segments closed so far; each token has its
   segment's weight.
 
@@ -284,7 +284,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
   for end, module in zip(ends, run._scorer.objective.boundaries, strict=True):
     closed, num_null = np.cumsum(end), int(module.has_null_group)
-    # The last segment that a position has seen the end of, and the one that it is in.
+    # The last segment that has ended at a position, and the one that it is in.
     maps = closed + num_null - 1, closed - end + num_null
     units.append((_take(maps[0], units[-1][0]), _take(maps[1], units[-1][1])))
   result = []
@@ -296,7 +296,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
 
 
 def _take(array: np.ndarray, index: np.ndarray, axis: int = 0) -> np.ndarray:
-  """The entries at an index; beyond them 0 of floats, and -1 of integers."""
+  """The entries at an index; out of range, 0 for floats and -1 for integers."""
   is_in = (index >= 0) & (index < array.shape[axis])
   entries = np.take(array, np.where(is_in, index, 0), axis)
   shape = [1] * array.ndim
@@ -305,7 +305,7 @@ def _take(array: np.ndarray, index: np.ndarray, axis: int = 0) -> np.ndarray:
 
 
 def _weights(mixer, params, x_btd, seen, options) -> jax.Array | None:
-  """[H, T, T], what a mixer reads; None if it does not tell."""
+  """[H, T, T], what a mixer reads; None if it does not report it."""
   length = x_btd.shape[1]
   if "reads" in seen:
     return seen["reads"][0][0]

@@ -1,4 +1,4 @@
-"""Reads run folders, names runs, and tables their training costs. Does not load JAX.
+"""Reads run folders, names runs, and tabulates their training costs. Does not load JAX.
 
 Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
 """
@@ -19,7 +19,7 @@ from dpjax import files
 from dpjax.analysis import style
 from dpjax.errors import UserError
 
-# How a run reports or is computed: names runs that differ in nothing else, and needs no note.
+# Reporting and computation: they name runs only if nothing else differs, and need no note.
 REPORTING = (
   *("model.vocab_size", "model.scan_layers", "model.remat", "train.param_sharding"),
   *("train.num_steps", "train.num_epochs", "train.log_every_steps"),
@@ -30,10 +30,10 @@ _MAX_IN_A_NAME = 3
 
 
 class Record(NamedTuple):
-  """A run as figures need it.
+  """The data of a run for figures.
 
   Attributes:
-    folder: as given.
+    folder: its path, as given.
     config: its settings.
     losses: [N], float32, the loss of every update in nats per token; NaN if unknown.
     scores: every logged score, as "valid/bits_per_character" -> {update: value}.
@@ -50,7 +50,7 @@ class Record(NamedTuple):
 
 
 def read_runs(workdirs: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[Record]:
-  """Reads run folders, with a label for each if given; otherwise `names` finds them.
+  """Reads run folders, with a label for each if given; otherwise `names` names them.
 
   Raises a `ValueError` if a file is damaged, or the number of labels differs.
   """
@@ -83,7 +83,7 @@ def read_losses(workdir: str | Path) -> np.ndarray:
 
 
 def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
-  """Reads the scores that a run logged in `metrics.jsonl`; none without the file.
+  """Reads the scores that a run logged in `metrics.jsonl`; {} without the file.
 
     {"step": 20, "split": "valid", "time": 9.5, "perplexity": 7.5}
       ->  {"valid/perplexity": {20: 7.5}}
@@ -146,7 +146,7 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
     SHE of learning rates 0.1 and 0.2, and HE
       ->  "SHE, learning rate 0.1", "SHE, learning rate 0.2", "HE"
 
-  If many settings differ, those with the most values are named; if none does, the folders are.
+  If many settings differ, those with the most values are named; if none differ, the folders are.
   Runs with a label keep it. Without `seeds`, runs that differ in nothing else share a name.
   """
   result = [run.label or mixer_name(run.config) for run in runs]
@@ -157,7 +157,7 @@ def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
         continue
       columns = differences([runs[i].config for i in same])
       seed = columns.pop("seed", [])
-      # The settings of different components differ, too; their names suffice.
+      # Different components also have different settings; their names suffice.
       sections = [key.removesuffix(".name") for key in columns if key.endswith(".name")]
       columns = {k: v for k, v in columns.items() if k.endswith(".name") or not within(k, sections)}
       chosen = {k: v for k, v in columns.items() if not within(k, REPORTING)}
@@ -219,7 +219,7 @@ def medians(losses: np.ndarray, every: int) -> np.ndarray:
     array([4. , 5.5])
 
   Updates after the last complete window are dropped. Unknown losses (NaN) are ignored; a window
-  of nothing else is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
+  of only NaN is NaN. Raises a `ValueError` if `every` is not in 1 .. N.
   """
   if not 1 <= every <= len(losses):
     expected = f"at least 1 and at most the {len(losses)} updates of a run"
@@ -281,7 +281,7 @@ def within(key: str, sections: Sequence[str]) -> bool:
 
 
 def group(keys: Iterable[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
-  """The values of each key, in their order."""
+  """Groups values by key, in order."""
   groups: dict[Any, list[Any]] = {}
   for key, value in zip(keys, values, strict=True):
     groups.setdefault(key, []).append(value)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
 
-# Okabe and Ito's, which the colour-blind can tell apart; without yellow, faint on white.
+# Okabe and Ito's colour-blind safe palette, without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
 
@@ -16,8 +16,8 @@ _DASHES = ("-", "--", ":", "-.")
 def applied(font_size: float = 10) -> Iterator[None]:
   """Applies the project's style within a block, or to a function as the decorator `@applied()`.
 
-  Matplotlib's "C0", "C1", ... are `COLOURS`. Save the figure inside the block, too. The size of
-  the text is in points.
+  Matplotlib's "C0", "C1", ... are `COLOURS`. Also save the figure inside the block. The font size
+  is in points.
   """
   import matplotlib
   from matplotlib import rcsetup
@@ -52,7 +52,7 @@ def line(i: int) -> dict[str, Any]:
 
 
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-  """Lays out a table in columns: the first one to the left, the others to the right."""
+  """Lays out a table in columns: the first left-aligned, the others right-aligned."""
   cells = [[str(cell) for cell in row] for row in (heads, *rows)]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   lines = [
@@ -63,7 +63,7 @@ def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def finish(figure: "Figure") -> None:
-  """Formats the ticks of all axes as plain numbers: 0.6 and 20,000, no powers of ten.
+  """Formats the ticks of all axes as plain numbers: 0.6 and 20,000, not powers of ten.
 
   Call it last, within `applied`. Ticks given as a list stay as they are.
   """
@@ -75,7 +75,7 @@ def finish(figure: "Figure") -> None:
     locator = axis.get_major_locator()
     is_log = isinstance(locator, ticker.LogLocator)
     if is_log and low > 0 and axis.get_transform().base == 10:
-      is_x = axis.axis_name == "x"  # Where labels stand beside one another.
+      is_x = axis.axis_name == "x"  # where labels are side by side
       axis.set_minor_locator(ticker.NullLocator())
       if high < 10 * low:
         axis.set_major_locator(ticker.MaxNLocator(4 if is_x else 6, steps=[1, 2, 5, 10]))

@@ -5,11 +5,11 @@ r"""Trains an experiment with several values of its settings, one run after the 
 
 Commas separate the values of a setting, or semicolons if it has one: "we;we,attention" has two
 values, "(1,2,3);" has one. All combinations are trained as by dpjax train, but values of settings
-that --zip=model.width,model.num_layers names go together. Each run has its own folder:
+in one --zip=model.width,model.num_layers are paired. Each run has its own folder:
 
   runs/rates/learning_rate=1e-3/seed_0
 
-At the end, a table has their scores. The same command again resumes: a run that ended is only
+At the end, a table shows their scores. The same command resumes a sweep: finished runs are only
 scored. dpjax plots draws the folders.
 """
 
@@ -44,14 +44,14 @@ class Planned(NamedTuple):
 
 
 def main() -> None:
-  """Trains the runs of the command line, then prints their table."""
+  """Trains the runs given on the command line, then prints their table."""
   from dpjax.commands import flags as command_line
 
   parser = command_line.Parser("sweep", __doc__)
   parser.add_argument("--workdir", type=command_line.path, help="a folder for the runs")
-  about = "settings whose values go together, model.width,model.num_layers; repeat it for groups"
+  about = "settings whose values are paired, model.width,model.num_layers; may be repeated"
   parser.add_argument("--zip", action="append", default=[], help=about)
-  about = "seeds, with commas between them; default: the configuration's"
+  about = "comma-separated seeds; default: the configuration's"
   parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
   others, settings = _split(sys.argv)
   sys.argv[:] = others
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The arguments without those of the configuration, and these."""
+  """Splits the arguments into others and those of the configuration."""
   others, settings, rest = [], [], iter(arguments)
   for word in rest:
     if word in ("-config", "--config"):
@@ -78,7 +78,7 @@ def plan(
 
   Args:
     settings: arguments of `dpjax train` for its configuration, with several values.
-    seeds: those of each combination; none: that of its configuration.
+    seeds: the seeds of each combination; if empty, its configuration's.
     zipped: groups of settings whose values go together, "model.width,model.num_layers".
 
   Raises:
@@ -87,7 +87,7 @@ def plan(
   """
   keys, values = [word.partition("=")[0] for word in settings], [*map(_values, settings)]
   names = [key.lstrip("-").removeprefix("config.") for key in keys]
-  groups: dict[Any, list[int]] = {}  # the settings, by number, that vary together
+  groups: dict[Any, list[int]] = {}  # the indices of settings that vary together
   for i, name in enumerate(names):
     group = next((group for group in zipped if name in group.split(",")), i)
     groups.setdefault(group, []).append(i)
@@ -106,7 +106,7 @@ def plan(
     if config is None:
       raise UserError("--config: expected an experiment, got none")
     name = ",".join(
-      label + re.sub(r"[^\w.+=-]+", "-", value)  # for any file system
+      label + re.sub(r"[^\w.+=-]+", "-", value)  # valid on any file system
       for label, value, several in zip(labels, chosen, values, strict=True)
       if len(several) > 1
     )
@@ -122,7 +122,7 @@ def plan(
 
 
 def _values(word: str) -> list[str]:
-  """The values of a setting, each after its "="; of others, what follows their name."""
+  """The values of a setting, each with its "="; [""] for an argument without a value."""
   key, equals, text = word.partition("=")
   if key.endswith("-config"):  # Variants have commas.
     return [f"={text}"]
@@ -143,7 +143,7 @@ def _sweep(settings: Sequence[str], arguments: Any) -> None:
   except ValueError as error:
     got = ",".join(arguments.seeds)
     raise UserError(f"--seeds: expected integers with commas between them, got {got}") from error
-  # All of them are checked before one is trained.
+  # All are checked before any is trained.
   runs, results = [*plan(settings, seeds, arguments.zip)], []
   for number, (name, folder, config) in enumerate(runs, 1):
     workdir = Path(arguments.workdir, folder)
@@ -152,7 +152,7 @@ def _sweep(settings: Sequence[str], arguments: Any) -> None:
     try:
       _, scores = run_lib.train(config, workdir)
       results.append((name, workdir, scores))
-    except loop.NonFiniteError as error:  # The others may fare better.
+    except loop.NonFiniteError as error:  # The other runs may succeed.
       print(error, file=sys.stderr, flush=True)
       results.append((name, workdir, {}))
     jax.clear_caches()

@@ -1,7 +1,7 @@
 """Checks that JAX computes correctly here, and prints how fast it multiplies: dpjax doctor.
 
 Exits with status 1 if a result is wrong, or an installed version is known to give wrong results.
---help lists the flags that all commands have.
+--help lists the flags common to all commands.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _check_all() -> None:
     try:
       if not (error := check()) <= 1e-4:
         message = f"expected NumPy's numbers, got a relative error of {error:.2g}"
-    except RuntimeError as failure:  # XLA's are of this type.
+    except RuntimeError as failure:  # XLA's errors have this type.
       message = f"expected a result, got: {(str(failure).splitlines() or [failure])[0]}"
     _print(name, message)
     if message != "right":
@@ -95,7 +95,7 @@ def _products() -> float:
 
 
 def _attention() -> float:
-  """The error of causal attention, which is in tiles on a CPU."""
+  """The error of causal attention, which is tiled on a CPU."""
   shape = 2, 203, 3, 16
   queries, keys, values = _draw(shape, shape, shape)
   with jax.default_matmul_precision("highest"):

@@ -1,8 +1,8 @@
 """Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
 
-The scores also go into the run's folder, unless it is exported, or that of --out, as JSON.
+The scores are also written as JSON to the run's folder, unless it is exported, or to --out.
 
-Texts of your own, each by itself, whose scores go into a file only with --out:
+Your own texts, each scored by itself; their scores are written only with --out:
 dpjax evaluate --workdir=runs/quickstart --text=A.txt --text=B.txt
 
 A checkpoint of the authors' PyTorch code, on a configuration's data and tokenizer:
@@ -21,7 +21,7 @@ from dpjax.errors import UserError
 
 
 def main() -> None:
-  """Scores what the command line describes."""
+  """Scores the run or texts given on the command line."""
   parser, path = command_line.Parser("evaluate", __doc__, has_config=True), command_line.path
   add = parser.add_argument
   add("--workdir", type=path, help="the run's folder")

@@ -14,7 +14,7 @@ from dpjax.commands import flags as command_line
 
 def main(arguments: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
-  about = "A trained run as a small folder, or a model at the Hugging Face Hub, that others load."
+  about = "Exports a trained run as a small folder, or to the Hugging Face Hub, for others to load."
   parser = argparse.ArgumentParser(prog="dpjax export", description=about)
   add = parser.add_argument
   add("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--step", type=int, help="checkpoint to export; default: the best by validation")
   about = "float32 or bfloat16; default: float32, or that of an exported RUN"
   add("--dtype", default="", help=about)
-  about = "the Hub's name of the model's licence, such as cc-by-4.0, for the model card"
+  about = "the model's licence for the model card, by its name on the Hub, such as cc-by-4.0"
   add("--license", default="", help=about)
-  about = "make a private model at the Hub, for which HF_TOKEN or `hf auth login` gives the token"
+  about = "create a private model on the Hub; the token is from HF_TOKEN or `hf auth login`"
   add("--private", action="store_true", help=about)
   with command_line.parsed(parser, arguments) as options:
     from dpjax import run as run_lib

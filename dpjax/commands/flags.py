@@ -17,7 +17,7 @@ from typing import Any
 from dpjax.config import loading, registry
 from dpjax.errors import UserError, exit_on_user_error, not_writable, unknown
 
-# What libtpu would ask a TPU's machine for.
+# What libtpu would query from a TPU's machine.
 NO_TPU = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-4",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -28,7 +28,7 @@ _CONFIG = """an experiment's name or file, with :VARIANT if it has variants; or 
 --config.KEY=VALUE changes a setting. A component is chosen by name: --config.model.mixer=we
 --config.model.mixer.adjustment=False. Several mixers in turn: --config.model.mixer=we,attention
 --config.model.mixer.1.num_heads=4"""
-_CACHE = """a folder for what was compiled, of up to 2 GiB; empty: none; by default
+_CACHE = """a folder for compiled programs, up to 2 GiB; empty: none; by default
 JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"""
 
 
@@ -36,8 +36,8 @@ class Parser(argparse.ArgumentParser):
   """The parser of a command; a wrong argument raises a `UserError`.
 
   Args:
-    name: of the command.
-    about: its description, which keeps its lines.
+    name: the name of the command.
+    about: its description, whose line breaks are kept.
     has_config: adds --config.
   """
 
@@ -58,13 +58,13 @@ class Parser(argparse.ArgumentParser):
     add("--coordinator", metavar="HOST:PORT", help="address of process 0")
     add("--num_processes", type=int, metavar="N", help="number of processes")
     add("--process_id", type=int, metavar="N", help="number of this process, from 0")
-    about = "processes that find each other (Slurm, TPU pods)"
+    about = "let processes find each other (Slurm, TPU pods)"
     add("--distributed", action="store_true", help=about)
     about = "seconds to wait for the other processes (default: 300)"
     add("--join_seconds", type=int, default=300, metavar="N", help=about)
 
   def error(self, message: str) -> Any:
-    """Raises a `UserError` in place of printing the usage."""
+    """Raises a `UserError` instead of printing the usage."""
     message = message.replace("unrecognized arguments:", "expected --name=value, got")
     raise UserError(f"flags: {message} (dpjax {self.prog.split()[-1]} --help lists them)")
 
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> str:
-  """A path, whose ~ a shell leaves as it is in --name=~/file."""
+  """A path; expands ~, which a shell does not in --name=~/file."""
   return os.path.expanduser(text)
 
 
@@ -102,7 +102,7 @@ def natural(text: str) -> int:
 
 
 def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
-  """The words, those of the lines of FILE for --flagfile=FILE."""
+  """The words, with --flagfile=FILE replaced by those in the lines of FILE."""
   for word in words:
     flag, _, file = word.partition("=")
     if flag in ("-flagfile", "--flagfile"):
@@ -138,14 +138,14 @@ def parsed(
 
 
 def exit_unless_finite(**nats: float) -> None:
-  """Ends with status 1 if the nats per token of a text are not finite: all scores are then none."""
+  """Ends with status 1 if the nats per token of a text are not finite, and so no score is."""
   for name, value in nats.items():
     if not math.isfinite(value):
       sys.exit(f"{name}: expected finite scores, got {value} nats per token")
 
 
 def check_platform() -> None:
-  """Starts JAX's backend; a `UserError` if there is none of the requested platform."""
+  """Starts JAX's backend; `UserError` if the requested platform has none."""
   import jax
 
   # JAX sees no TPU; libtpu, where it is installed to compile, would complain.
@@ -186,13 +186,13 @@ def _join_processes(options: argparse.Namespace) -> None:
   def give_up() -> None:
     expected = f"all processes to meet within {seconds} s (--join_seconds)"
     print(f"{subject}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
-    os._exit(1)  # What waits in C++ hears of nothing else.
+    os._exit(1)  # Threads that wait in C++ react to nothing else.
 
   timer = threading.Timer(seconds, give_up)
   timer.daemon = True
   timer.start()
   try:
-    if None not in values and index == 0:  # Where JAX cannot listen, it may crash (signal 11).
+    if None not in values and index == 0:  # If JAX cannot listen, it may crash (signal 11).
       socket.create_server(("", int(str(address).rpartition(":")[2]))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(address, number, index, initialization_timeout=seconds + 60)
@@ -212,17 +212,17 @@ def _set_compilation_cache(folder: Any) -> None:
   import jax
 
   if folder is None:
-    # Code for a CPU may be another machine's, and crash (jax-ml/jax#38445).
+    # CPU code may come from another machine, and crash (jax-ml/jax#38445).
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dpjax", "compiled")
   try:
     if folder:
       folder = Path(folder).expanduser().absolute()
-      # What lies there is run: it is for nobody else to write.
+      # Files there are executed: nobody else may write them.
       folder.mkdir(mode=0o700, parents=True, exist_ok=True)
       tempfile.TemporaryFile(dir=folder).close()
-  except (OSError, RuntimeError) as error:  # The latter: of a user without a home.
+  except (OSError, RuntimeError) as error:  # The latter: the user has no home.
     message = not_writable("compilation_cache", folder, error)
     print(f"{message}; what is compiled is not kept", file=sys.stderr)
     folder = ""

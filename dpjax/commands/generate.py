@@ -1,7 +1,7 @@
 """Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
 
-Prints the first sample as it is generated, and further ones after it. Options that are not given
-come from the run's `config.sample`.
+Prints the first sample as it is generated, and further ones after it. Options default to
+the run's `config.sample`.
 """
 
 import io
@@ -19,13 +19,13 @@ _MAX_SAMPLES = 4096  # All are rows of one batch.
 
 
 def main() -> None:
-  """Generates what the command line describes."""
+  """Generates text as the command line specifies."""
   parser = command_line.Parser("generate", __doc__)
   add = parser.add_argument
   add("--workdir", type=command_line.path, required=True, help="the run's folder")
   add("--step", type=int, help="checkpoint to use; default: the best by validation")
   add("--prompt", help="the text to continue")
-  about = "a file with it, - being the standard input; its last line end is not part of the prompt"
+  about = "a file with the prompt, - for standard input; its last line end is dropped"
   add("--prompt_file", type=command_line.path, help=about)
   for name, setting in schema.SCHEMA["sample"].items():
     if name != "prompt":
@@ -34,7 +34,7 @@ def main() -> None:
   add("--num_samples", type=int, default=1, help="number of continuations")
   about = "text of a token that ends a sample; may be repeated"
   add("--stop", action="append", default=[], help=about)
-  add("--json", action="store_true", help="print one JSON object at the end, no text")
+  add("--json", action="store_true", help="print one JSON object at the end instead of text")
   command_line.start(parser, _generate)
 
 
@@ -54,7 +54,7 @@ def _generate(options) -> None:
   prompt = run.config.sample.prompt if prompt is None else prompt
   try:
     _write(run, prompt, settings, is_text=not options.json)
-  except BrokenPipeError:  # The reader has enough; Python would complain again at its end.
+  except BrokenPipeError:  # The reader closed the pipe; Python would complain again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -79,7 +79,7 @@ def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
 
   is_first = jax.process_index() == 0
   is_one = settings["num_samples"] == 1
-  if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack what a model writes.
+  if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack a model's characters.
     sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
   if is_text and is_first:

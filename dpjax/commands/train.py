@@ -1,6 +1,6 @@
 """Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
-Called again, it resumes the run in the folder; --workdir alone is then enough.
+Run again, it resumes the run in the folder; --workdir then suffices.
 """
 
 import re
@@ -12,13 +12,13 @@ from dpjax.errors import UserError
 
 
 def main() -> None:
-  """Trains what the command line describes."""
+  """Trains the model that the command line specifies."""
   parser = command_line.Parser("train", __doc__, has_config=True)
   add = parser.add_argument
   add("--workdir", type=command_line.path, required=True, help="the run's folder")
-  add("--tokenize_only", action="store_true", help="make the tokens of the run, and stop")
+  add("--tokenize_only", action="store_true", help="only prepare the tokens of the run")
   add("--dry_run", action="store_true", help="also print parameters, updates and memory")
-  add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, as 10:13")
+  add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, e.g. 10:13")
   command_line.start(parser, _train)
 
 

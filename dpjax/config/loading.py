@@ -1,4 +1,4 @@
-"""Reads configurations: of experiments, of runs, and with what a command line changes."""
+"""Reads the configurations of experiments and runs, and overrides from the command line."""
 
 import contextlib
 import hashlib
@@ -20,19 +20,19 @@ from dpjax.config.registry import ConfigDict
 from dpjax.config.rules import check
 from dpjax.errors import UserError
 
-CHECKSUMS = "checksums"  # in the config.json of an exported run, of each file by name
+CHECKSUMS = "checksums"  # in an exported run's config.json: the checksum of each file, by name
 
 
 def load(experiment: str) -> ConfigDict:
   """The configuration of an experiment.
 
-    load("quickstart")               a packaged one
-    load("quickstart:tiny")          its variant
-    load("mine/experiment.py:wide")  of a file: what its get_config("wide") gives
-    load("runs/mine")                of a run: its settings
+    load("quickstart")               a packaged experiment
+    load("quickstart:tiny")          its variant "tiny"
+    load("mine/experiment.py:wide")  get_config("wide") in a file
+    load("runs/mine")                the settings of a run
 
   Raises:
-    UserError: there is no such experiment, or it raises an error.
+    UserError: the experiment does not exist, or it raises an error.
   """
   drive, path = os.path.splitdrive(os.path.expanduser(experiment))
   path, _, variant = path.partition(":")
@@ -58,7 +58,7 @@ def load(experiment: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
-  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
+  except (Exception, SystemExit) as error:  # User code can raise any error.
     message = " ".join(str(error).split())
     if not isinstance(error, UserError):
       expected = "expected a Python file whose get_config() gives a ConfigDict"
@@ -78,7 +78,7 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _importable(is_first: bool) -> Iterator[None]:
-  """Lets experiments import `configs`: packaged ones, and the user's."""
+  """Lets experiments import `configs`, both the packaged modules and the user's."""
   spec = importlib.machinery.PathFinder.find_spec("configs")
   theirs = [*(spec and spec.submodule_search_locations or ())]
   kept = {name: sys.modules.pop(name) for name in _modules()}
@@ -98,14 +98,14 @@ def _modules() -> list[str]:
 
 
 def from_dict(settings: Any) -> ConfigDict:
-  """Reads a configuration from JSON values, with defaults for the rest; raises as `check`."""
+  """Builds a configuration from JSON values, with defaults for the rest; raises like `check`."""
   config = sections.fill(settings)
   check(config)
   return config
 
 
 def digest(settings: Mapping) -> str:
-  """SHA-256 of settings, whatever the white space between them."""
+  """SHA-256 of settings, regardless of white space in their file."""
   return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -114,7 +114,7 @@ def read_settings(path: Path) -> dict:
   try:
     if not isinstance(content := files.load_json(path), dict):
       raise UserError(f"{type(content).__name__} for a dict of settings")
-    sums = content.pop(CHECKSUMS, None)  # of an exported run
+    sums = content.pop(CHECKSUMS, None)  # only in an exported run
     if sums is not None and (not isinstance(sums, dict) or sums.get(path.name) != digest(content)):
       raise UserError("others than were exported")
     return content
@@ -123,7 +123,7 @@ def read_settings(path: Path) -> dict:
 
 
 def of_run(folder: Path) -> ConfigDict:
-  """The configuration of a run, with a message of its own for a missing plugin."""
+  """The configuration of a run, with a specific error for a missing plugin."""
   settings = read_settings(folder / "config.json")
   try:
     return from_dict(settings)
@@ -145,11 +145,11 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     --config.model.width=64 --noconfig.model.use_bias --config.model.mixer=we
     --config.model.mixer=we,attention --config.model.mixer.1.num_heads=4
 
-  Components are chosen first, by their names. Of several mixers, those that the configuration has
-  already keep their settings.
+  Components are chosen first, by name. Of several mixers, those that are already in the
+  configuration keep their settings.
 
   Raises:
-    UserError: an unknown setting, or a text that is no value of its type.
+    UserError: a setting is unknown, or its value has the wrong type.
   """
   names = sections.component_keys(sections.fill(config, is_complete=True))
   for key, node in names.items():
@@ -191,13 +191,13 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
 
 
 def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:
-  """The configuration of --config=EXPERIMENT and --config.KEY=VALUE, and the other words."""
+  """The configuration from --config=EXPERIMENT and --config.KEY=VALUE, and the other words."""
   words, experiments = take(words, "config")
   return override(load(experiments[-1]), words) if experiments else (None, words)
 
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
-  """The words of a command line without --NAME=VALUE and --NAME VALUE, and the values."""
+  """Removes --NAME=VALUE and --NAME VALUE from words; returns the others and the values."""
   others, values, rest = [], [], iter(words)
   for word in rest:
     flag, is_joined, value = word.partition("=")
@@ -209,7 +209,7 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
 
 
 def apply_variant(config: ConfigDict, variant: str) -> ConfigDict:
-  """Changes a configuration to its variant, "tiny", which trains in a minute on a CPU, or ""."""
+  """Applies the variant "tiny", which trains in a minute on a CPU; "" changes nothing."""
   if variant not in ("", "tiny"):
     raise UserError(f"expected the variant tiny, or none, got {variant}")
   if variant:

@@ -2,7 +2,7 @@
 
 A component is a class or a function: a Linen module, boundaries, an `optax` optimizer.
 Its settings are its fields (or arguments) with simple values. Fields that a model or a run
-supplies, such as `max_length`, are no settings, and filled in when it is built.
+supplies, such as `max_length`, are not settings; they are filled in when it is built.
 """
 
 import ast
@@ -26,7 +26,7 @@ from dpjax.errors import UserError
 if TYPE_CHECKING:
 
   class ConfigDict(dict[str, Any]):
-    """Its attributes are the settings, which no type checker knows."""
+    """Settings as attributes, whose names type checkers cannot know."""
 
     def __init__(self, settings: Mapping | None = None): ...
     def __getattr__(self, name: str) -> Any: ...
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _SIMPLE = (float, int, str, bool, tuple)
 _REQUIRED = inspect.Parameter.empty
-_MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # of float32
+_MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
@@ -51,10 +51,10 @@ class Setting(NamedTuple):
   """One setting: its default, meaning and range.
 
   Attributes:
-    minimum, above, maximum, below: limits, of which `above` and `below` are excluded.
-    choices: the values of a setting that has a few; of a tuple, texts that may take its place.
+    minimum, above, maximum, below: limits; `above` and `below` are exclusive.
+    choices: the allowed values, if limited; for a tuple, strings accepted in its place.
     is_free: whether a run may resume with another value.
-    type: float, int, str, bool or tuple; None: that of the default.
+    type: float, int, str, bool or tuple; None: the type of the default.
     is_optional: whether it may be None.
   """
 
@@ -75,10 +75,10 @@ class Setting(NamedTuple):
     return self.type or type(self.default)
 
   def check(self, key: str, value: Any) -> Any:
-    """The value, an integer as a float where the setting is one.
+    """Returns the value; an integer becomes a float if the setting is a float.
 
     Raises:
-      UserError: a value of another type or out of range; `key` is the setting's full name.
+      UserError: the value has another type or is out of range; `key` is the setting's full name.
     """
     if value is None:
       if self.is_optional:
@@ -107,7 +107,7 @@ class Setting(NamedTuple):
     return float(value) if is_number else value
 
   def parse(self, key: str, text: str) -> Any:
-    """The value that a command line gives as a text; raises as `check`."""
+    """Parses a value from the command line; raises like `check`."""
     try:
       if self.is_optional and text == "None":
         return None
@@ -139,11 +139,11 @@ class Registry:
   """The components of one type, by name.
 
   Args:
-    type_name: "mixer" and the like, for messages.
+    type_name: such as "mixer", for messages.
     supplied: fields that the builder supplies.
     targets: components by name, as "module:attribute", imported at first use.
     required: a field that every component has, or "".
-    of_builder: more settings of every component, which only the builder reads.
+    of_builder: additional settings of every component, read only by the builder.
   """
 
   def __init__(
@@ -167,7 +167,7 @@ class Registry:
     """Registers a class or a function under a name for configurations.
 
     Raises:
-      ValueError: the name is taken or no identifier, or the component lacks a field.
+      ValueError: the name is taken or not an identifier, or the component lacks a field.
     """
     if not name.isidentifier() or not callable(component):
       expected = "expected a name of letters, digits and underscores and a class or function"
@@ -183,7 +183,7 @@ class Registry:
       expected = f"expected a class or function that takes {self._required}"
       raise ValueError(f"{self.type_name}: {expected}, got {got}")
     self._components[name] = component
-    # The module that calls, which may be another than the component's.
+    # The calling module, which may differ from the component's.
     self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
 
   def origin(self, name: str) -> str | None:
@@ -192,13 +192,13 @@ class Registry:
     return None if origin == "__main__" else origin
 
   def component(self, name: Any, key: str = "") -> Callable:
-    """The component of a name; a `UserError` that lists the names if there is none."""
+    """The component with a name; a `UserError` that lists all names if there is none."""
     name = name if isinstance(name, str) else repr(name)
     if name not in self._components:
       load_plugins()
     if name not in self._components:
       note = f" (dpjax.register_{self.type_name} adds another, in a module that --plugin names)"
-      note *= self is not tokenizers  # whose classes `dpjax.text` has to know
+      note *= self is not tokenizers  # `dpjax.text` must know their classes
       raise errors.unknown(key or self.type_name, self._components, name, note)
     component = self._components[name]
     if isinstance(component, str):
@@ -224,15 +224,15 @@ class Registry:
     return settings | dict(self._of_builder)
 
   def fill(self, values: Mapping, key: str, *, is_complete: bool = False) -> ConfigDict:
-    """The section of a component: its name, and all settings, by default or from `values`.
+    """The section of a component: its name and all settings, from `values` or by default.
 
     Args:
-      values: the name, and settings.
+      values: the name, and any settings.
       key: the section's full name, for messages.
-      is_complete: refuses to fill in defaults.
+      is_complete: whether every setting must be in `values`.
 
     Raises:
-      UserError: an unknown name or setting, a value of a wrong type, or a missing one.
+      UserError: an unknown name or setting, a value of the wrong type, or a missing value.
     """
     name: Any = values.get("name")
     settings = self.settings(name, key)
@@ -250,23 +250,23 @@ class Registry:
     return section
 
   def section(self, name: str, **values) -> ConfigDict:
-    """The section of a component, as `fill`."""
+    """The section of a component, made by `fill`."""
     return self.fill({"name": name, **values}, self.type_name)
 
   def maker(self, section: Mapping, **supplied) -> partial:
-    """A function that makes the component of a section, with those of `supplied` that it takes."""
+    """A function that makes the component of a section; it passes the `supplied` it accepts."""
     values = {field: x for field, x in section.items() if field not in self._of_builder}
     component = self.component(values.pop("name"))
     fields = inspect.signature(component).parameters
     return partial(component, **values, **{x: supplied[x] for x in supplied if x in fields})
 
   def build(self, section: Mapping, key: str, **supplied) -> Any:
-    """Makes the component of a section, as `maker`; a `UserError` where it rejects a setting."""
+    """Makes the component of a section, like `maker`; a `UserError` if it rejects a setting."""
     try:
       return self.maker(section, **supplied)()
     except ValueError as error:
       raise UserError(f"{key}.{error}") from error
-    except TypeError as error:  # A field without a default that nobody fills in.
+    except TypeError as error:  # A field without a default is missing.
       raise UserError(f"{key}: expected a component that can be made, got {error}") from error
 
 
@@ -286,7 +286,7 @@ def _setting(parameter: inspect.Parameter, hint: Any) -> Setting | None:
     value_type = next((x for x in _SIMPLE if x in member_types), None)
     if value_type is None or default not in (None, _REQUIRED):
       return None
-  # A required one is None until it is set.
+  # A required setting is None until it is set.
   is_optional = types.NoneType in members or default is None
   return Setting(default, type=value_type, is_optional=is_optional)
 
@@ -297,7 +297,7 @@ def load_plugins() -> None:
   for entry_point in importlib.metadata.entry_points(group="dpjax.plugins"):
     try:
       entry_point.load()
-    except Exception as error:  # A program of somebody else's.
+    except Exception as error:  # Third-party code can raise any error.
       reason = f"{type(error).__name__}: {error}"
       _log.warning("dpjax.plugins: %s cannot be imported (%s)", entry_point.value, reason)
 
@@ -306,14 +306,14 @@ def import_plugin(module: str) -> None:
   """Imports a module that registers components; a `UserError` if it cannot."""
   try:
     importlib.import_module(module)
-  except (Exception, SystemExit) as error:  # A program of the user's, with errors of any type.
+  except (Exception, SystemExit) as error:  # User code can raise any error.
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     expected = "expected a module that can be imported"
     raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error
 
 
 def as_tuple(value: Any) -> Any:
-  """Lists, as JSON stores tuples, as tuples, also nested ones."""
+  """Converts lists, JSON's form of tuples, to tuples, recursively."""
   return tuple(map(as_tuple, value)) if isinstance(value, list | tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""The rules between the settings of a run: one place to look for the cause of an error."""
+"""Rules between the settings of a run, in one place."""
 
 import inspect
 import math
@@ -9,18 +9,18 @@ from dpjax.config import registry, schema, sections
 from dpjax.config.registry import ConfigDict
 from dpjax.errors import UserError
 
-_BYTES_PER_TOKEN = 4.6  # of GPT-2
+_BYTES_PER_TOKEN = 4.6  # for GPT-2
 
 
 def check(config: Any) -> None:
-  """A `UserError` for the first setting that is unknown, out of range, or contradicts another."""
+  """Raises a `UserError` for the first unknown, out-of-range or contradictory setting."""
   config = sections.fill(config, is_complete=True)
   model, data, train = config.model, config.data, config.train
   check_model(model)
   _check_training(train)
   stage_multipliers(config)
   max_length = model.max_length
-  # A level reads 2**k tokens back, which within M tokens are none from 2**k = M on.
+  # Level k reads 2**k tokens back: with 2**k >= M, there is none within M tokens.
   max_levels = max(1, (max_length - (not sections.is_pooled(model))).bit_length())
   for key, section in sections.mixers_in(model).items():
     num_levels, expected = (
@@ -43,7 +43,7 @@ def check(config: Any) -> None:
 
 
 def check_model(model: Mapping) -> None:
-  """Checks the settings of a model, as `check`."""
+  """Checks the settings of a model, like `check`."""
   model = sections.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
   for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
     is_valid = model.norm_position == "pre" or model[name] == value
@@ -62,7 +62,7 @@ def check_model(model: Mapping) -> None:
 
 
 def check_ids(model: Mapping) -> None:
-  """Checks that the vocabulary has the tokens that boundaries know, as `check`."""
+  """Checks that the vocabulary has the token ids that boundaries use, like `check`."""
   size = model["vocab_size"] or math.inf
   for name in ("space_ids", "end_ids"):
     ids = model["boundaries"].get(name, ())
@@ -103,9 +103,9 @@ def _build_boundaries(key: str, stage: Mapping) -> Any:
 
 
 def stage_multipliers(config: Any) -> tuple[float, ...]:
-  """The factors of the learning rate of each stage, the outermost first; () for none.
+  """The learning rate factor of each stage, outermost first; () for no factors.
 
-  Those of "auto" are, for stages s = 0 .. S of width D^s, with N^s vectors in a segment, N^S = 1,
+  With "auto" they are, for stages s = 0 .. S of width D^s, N^s vectors per segment and N^S = 1,
 
     sqrt(N_GPT (prod over i >= s of N^i) / (prod over i of N^i) (D^S / D^s))
 
@@ -114,7 +114,7 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
 
   Raises:
     UserError: there are more or fewer factors than stages, or, with "auto", the settings of some
-      boundaries do not tell their rate (`dpjax.layers.Boundaries.segment_length`).
+      boundaries do not determine their rate (`dpjax.layers.Boundaries.segment_length`).
 
   Source: Hwang et al. 2025, arXiv:2507.07955.
   """
@@ -131,7 +131,7 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
   widths = [stage["width"] for stage in stages.values()]
   widths += widths[-1:] * (len(widths) == len(pooled))  # The innermost has no section of its own.
-  lengths = [1.0]  # bytes in a vector of each stage
+  lengths = [1.0]  # bytes per vector in each stage
   for key, stage in pooled.items():
     length = _build_boundaries(key, stage).segment_length
     expected = f"numbers with {key}.boundaries = {stage['boundaries']['name']}, which have no rate"
@@ -142,7 +142,7 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
 
 
 def _is_ours(mixer: Mapping) -> bool:
-  """Whether a mixer is dpjax's; of another's, the names of settings may mean anything."""
+  """Whether a mixer is dpjax's; the settings of other mixers may mean anything."""
   return registry.mixers.component(mixer["name"]).__module__.startswith("dpjax.")
 
 
@@ -175,7 +175,7 @@ def _check_training(train: ConfigDict) -> None:
   is_valid = train.weight_decay_mask == "all" or "mask" in fields
   _expect(is_valid, "train.weight_decay_mask", expected, train.weight_decay_mask)
   if name not in ("adam", "adamw", "lion", "sgd", "muon"):
-    return  # Others may want other ranges.
+    return  # Other optimizers may allow other ranges.
   for key, value in train.optimizer.items():
     if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
       _expect(0 <= value < 1, f"train.optimizer.{key}", "a number in [0, 1)", value)
@@ -191,7 +191,7 @@ def _check_data(data: ConfigDict) -> None:
 
 
 def idle_mixers(model: Mapping) -> dict[str, str]:
-  """The mixers that no layer has, by stack, where these are more than the layers."""
+  """The mixers that no layer uses, by stack, where there are more mixers than layers."""
   stacks = {"model": (model["mixer"], model["num_layers"])}
   for key, stage in sections.stages_in(model).items():
     for x in ("first", "last") if sections.is_pooled(stage) else ():
@@ -204,18 +204,18 @@ def idle_mixers(model: Mapping) -> dict[str, str]:
 
 
 def check_seed(seed: int) -> None:
-  """Checks that JAX can make a random key from a seed, as `check`."""
+  """Checks that JAX can make a random key from a seed, like `check`."""
   schema.SCHEMA["seed"].check("seed", seed)
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
-  """Checks settings of `config.sample`, as `check`; messages begin with `prefix`."""
+  """Checks settings of `config.sample`, like `check`; messages begin with `prefix`."""
   for name, value in sample.items():
     schema.SCHEMA["sample"][name].check(f"{prefix}{name}", value)
 
 
 def check_choice(key: str, value: str, name: str = "") -> None:
-  """Checks that a value is one of the choices of a setting, which messages call `name`."""
+  """Checks that a value is one of a setting's choices; messages call the setting `name`."""
   sections.get(schema.SCHEMA, key).check(name or key, value)
 
 
@@ -224,7 +224,7 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
     {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
 
-  A `UserError` unless exactly one is given, and the steps fit 32 bits.
+  Raises a `UserError` unless exactly one is given and the steps fit in 32 bits.
   """
   steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)

@@ -28,9 +28,9 @@ _REGISTRIES["tokenizer"] = registry.tokenizers
 
 
 class Section(ConfigDict):
-  """Takes a component's name for its section: `mixer = "we"` is `mixer = mixer("we")`.
+  """Accepts a component's name as its section: `mixer = "we"` is `mixer = mixer("we")`.
 
-  Several mixers in turn are a tuple of sections: `mixer = ("we", mixer("attention"))`, or
+  Mixers that alternate are a tuple of sections: `mixer = ("we", mixer("attention"))`, or
   "we,attention".
   """
 
@@ -46,7 +46,7 @@ class Section(ConfigDict):
       super().__setitem__(key, value)
 
   def update(self, *other, **kwargs):
-    """As of a ConfigDict; also takes components, by their names or sections."""
+    """Like that of ConfigDict; also accepts components, as names or sections."""
     for values in (*other, kwargs):
       types = str | ConfigDict | list | tuple
       names = {key for key in _REGISTRIES if isinstance(values.get(key), types)}
@@ -55,7 +55,7 @@ class Section(ConfigDict):
       super().update({key: values[key] for key in values if key not in names})
 
   def to_dict(self, *args, **kwargs):
-    """As of a ConfigDict, with several mixers as a list of dicts."""
+    """Like that of ConfigDict, with several mixers as a list of dicts."""
     plain = super().to_dict(*args, **kwargs)
     for key, value in plain.items():
       if key == "mixer" and isinstance(value, tuple):
@@ -71,7 +71,7 @@ def _is_section(value: Any) -> TypeGuard[Mapping]:
 
 
 def default() -> ConfigDict:
-  """Every setting of a run, by default as in the Dispatcher paper, Sec. 3.3."""
+  """All settings of a run; the defaults follow the Dispatcher paper, Sec. 3.3."""
   return fill({})
 
 
@@ -85,11 +85,11 @@ def mixer(name: str, **settings) -> ConfigDict:
 
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
 
-  Layers may have several mixers in turn:
+  Layers may alternate between several mixers:
 
     config.model.mixer = ("we", dpjax.config.mixer("attention", num_heads=8))
 
-  A `UserError` if the name or a setting is unknown, or a value has the wrong type.
+  Raises a `UserError` if the name or a setting is unknown, or a value has the wrong type.
   """
   return registry.mixers.section(name, **settings)
 
@@ -126,8 +126,8 @@ def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> Conf
 
   Args:
     boundaries: a section, or a name.
-    width: D; 0 is that of the stage around it.
-    **settings: `feed_forward_width`, as `width`, and another `middle`.
+    width: D; 0: as in the enclosing stage.
+    **settings: `feed_forward_width`, like `width`, and another `middle`.
   """
   values = {"boundaries": boundaries, "width": width, **settings}
   return fill(values, MIDDLE, "model.middle.")
@@ -136,15 +136,15 @@ def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> Conf
 def fill(
   values: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = "", *, is_complete: bool = False
 ) -> ConfigDict:
-  """All settings, by default or from `values`: a configuration, JSON, or some settings.
+  """Completes `values`, a configuration, JSON or some settings, with the defaults.
 
     fill({"model": {"mixer": "we", "width": 64}}).model.mixer.adjustment  ->  True
 
   Args:
-    values: settings by section. A component is a section with its name, or its name alone.
-    schema: the settings that there are.
-    prefix: of their full names.
-    is_complete: refuses what is missing, and names in place of sections.
+    values: settings by section. A component is a section with its name, or only its name.
+    schema: the table of known settings.
+    prefix: the beginning of their full names.
+    is_complete: whether to reject missing settings, and names in place of sections.
 
   Raises:
     UserError: an unknown setting, a wrong type, or a value out of range.
@@ -172,12 +172,12 @@ def fill(
 
 
 def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
-  """The error for an unknown setting, which names the nearest or its new name."""
+  """The error for an unknown setting; it suggests the new name or the nearest one."""
   return unknown_setting(key, [RENAMED[key]] if key in RENAMED else names, owner)
 
 
 def component(components: Registry, value: Any, key: str, is_complete: bool = False) -> Any:
-  """The section of a component's name or section; of several mixers, a tuple of sections."""
+  """The section for a component's name or section; for several mixers, a tuple of sections."""
   if isinstance(value, str) and not is_complete:
     is_several = components is registry.mixers and "," in value
     value = value.split(",") if is_several else {"name": value}
@@ -190,14 +190,14 @@ def component(components: Registry, value: Any, key: str, is_complete: bool = Fa
 
 
 def _section(value: Any, key: str) -> Mapping:
-  """The value, if it is a section."""
+  """Returns the value; a `UserError` if it is not a section."""
   if not _is_section(value):
     raise UserError(f"{key}: expected a section of settings, got {value!r}")
   return value
 
 
 def _nodes(config: Any, schema: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
-  """The full name, the value and the node of each setting and component, or absent middle."""
+  """Yields the full name, value and node of each setting, component and absent middle."""
   for name, node in schema.items():
     key, value = f"{prefix}{name}", config[name]
     if isinstance(node, Setting | Component) or value is None:
@@ -209,7 +209,7 @@ def _nodes(config: Any, schema: Mapping[str, Any], prefix: str) -> Iterator[tupl
 def walk(
   config: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Setting]]:
-  """The full name and the value of each setting of a complete configuration, and the `Setting`."""
+  """Yields the full name, value and `Setting` of each setting of a complete configuration."""
   for key, value, node in _nodes(config, schema, prefix):
     if isinstance(node, Setting):
       yield key, value, node
@@ -224,20 +224,20 @@ def walk(
 
 
 def component_keys(config: Any) -> dict[str, Component]:
-  """The sections that may hold a component, by full name, with those of middles."""
+  """The sections that may hold a component, by full name, including those of middles."""
   nodes = _nodes(config, SCHEMA, "")
   return {key: node for key, _, node in nodes if isinstance(node, Component)}
 
 
 def in_turn(key: str, mixer: Any) -> dict[str, Any]:
-  """The sections of a mixer's setting by key: of several `key.0`, `key.1`, ...; of None, none."""
+  """The sections of a mixer setting by key: `key.0`, `key.1`, ... if several; {} for None."""
   if isinstance(mixer, list | tuple):
     return {f"{key}.{i}": section for i, section in enumerate(mixer)}
   return {} if mixer is None else {key: mixer}
 
 
 def mixer_names(mixer: Any) -> str:
-  """The name of a mixer's setting: "we", or "we,attention" of two in turn."""
+  """The name of a mixer setting: "we", or "we,attention" for two that alternate."""
   return ",".join(section["name"] for section in in_turn("", mixer).values())
 
 
@@ -277,7 +277,7 @@ def plugins_in(config: ConfigDict) -> tuple[str, ...]:
 
 
 def expand_paths(config: ConfigDict) -> ConfigDict:
-  """A copy of a configuration, with the user's folder for a path's ~; raises as `fill`."""
+  """A copy of a configuration with ~ expanded in its paths; raises like `fill`."""
   config = fill(config, is_complete=True)
   for key, value, _ in [*walk(config)]:
     if key in PATHS and value:
@@ -300,14 +300,14 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
 
 
 def get(config: Any, key: str) -> Any:
-  """The setting of a full name, such as `model.mixer.num_heads`, or `model.mixer.1.num_heads`."""
+  """The setting with a full name, such as `model.mixer.num_heads` or `model.mixer.1.num_heads`."""
   for name in filter(None, key.split(".")):
     config = config[int(name) if isinstance(config, tuple) else name]
   return config
 
 
 def set_value(config: Any, key: str, value: Any) -> None:
-  """Changes the setting of a full name, as `get`, whatever its type."""
+  """Changes the setting with a full name (see `get`), whatever its type."""
   parent, _, name = key.rpartition(".")
   section = get(config, parent)
   with section.ignore_type():

@@ -1,8 +1,8 @@
-"""Batches for training and evaluation, pure functions of the step: the data need no other state.
+"""Batches for training and evaluation, pure functions of the step: they have no other state.
 
 Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", float32 [b, T]; a
-target with weight 0 does not count. A slice selects a host's own b of the batch's B rows.
-Padding holds `pad_id`, 0 by default; no score depends on it.
+target with weight 0 does not count. A slice selects a host's b rows of the batch's B rows.
+Padding is filled with `pad_id`, 0 by default; scores do not depend on it.
 
 Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its input tokens,
 "boundaries", int32 [b, T], 0 in the padding:
@@ -54,7 +54,7 @@ def _check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> 
 
 
 class _Windows(abc.ABC):
-  """Batches of B windows of T tokens of a stream."""
+  """Batches of B windows, each of T tokens of a stream."""
 
   def __init__(
     self,
@@ -84,10 +84,10 @@ class _Windows(abc.ABC):
 
   @abc.abstractmethod
   def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray | bool]:
-    """The positions [b, t + 1] of inputs and of a last target, and where else documents begin."""
+    """The positions [b, t + 1] of inputs and a last target, and additional document starts."""
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-    """The given rows of the batch of a step >= 0."""
+    """The given rows of the batch for a step >= 0."""
     position_bt, document_starts_bt = self._positions(step, rows)
     real = position_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
@@ -191,7 +191,7 @@ class RandomWindows(_Windows):
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  The next epoch begins within a batch that an epoch does not fill; steps_per_epoch =
+  If an epoch does not fill its last batch, the next one does; steps_per_epoch =
   ceil((N - T) / B).
 
   Source: Chen 2023, arXiv:2308.07661, Sec. 6: 60,000 batches of 64 windows are 0.457 epochs of
@@ -224,7 +224,7 @@ class EvaluationDocuments:
   """Evaluation batches that score each document by itself, every token once.
 
   The windows of a document are those of `EvaluationWindows` for that document. Several may
-  share a row, and to the model each is a document. With start token 9, T = S = 4:
+  share a row; the model sees each as a document. With start token 9, T = S = 4:
 
     tokens 3 1 4 1 5 9 2, documents [3 1 4 1 5] [9 2]
     row 0: tokens [9 3 1 4]  targets [3 1 4 1]  document_starts [1 0 0 0]
@@ -315,15 +315,15 @@ class EvaluationWindows(EvaluationDocuments):
   """Evaluation batches that score every token of a stream once, the first included.
 
   Target p is token p, and its input token p - 1, or `start_id` (with `start_boundary`) for p = 0.
-  Window i scores the S targets i*S .. i*S + S - 1, S the stride, after as many as fit in T:
+  Window i scores the S targets i*S .. i*S + S - 1, S the stride, after as many others as fit in T:
 
     targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
 
   S = T evaluates without context, as the Dispatcher's authors do; S < T with context, as the
   authors of dynamic pooling do. Padding and the empty rows of the last batch have weight 0.
 
-  With `max_tokens`, ceil(max_tokens / S) windows are drawn, in the order of the text, the same
-  ones for all streams of one length; `share` is the share of the N tokens that is scored.
+  With `max_tokens`, ceil(max_tokens / S) windows are drawn and kept in text order, the same for
+  all streams of equal length; `share` is the scored share of the N tokens.
   """
 
   def __init__(
@@ -361,7 +361,7 @@ class EvaluationWindows(EvaluationDocuments):
 
 
 def draw(draws: np.ndarray, num_windows: int, *seeds: int) -> np.ndarray:
-  """The offsets of draws of windows, each of which comes once an epoch."""
+  """The window offset of each draw; every window is drawn once per epoch."""
   epochs, indices = np.divmod(draws, num_windows)
   offsets = np.empty_like(indices)
   for epoch in np.unique(epochs):
@@ -392,7 +392,7 @@ def _permute(indices: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarr
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-  """The finalizer of SplitMix64 (Steele et al. 2014): every bit moves every other."""
+  """The finalizer of SplitMix64 (Steele et al. 2014): every input bit affects every output bit."""
   values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
   values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
   return values ^ values >> np.uint64(31)

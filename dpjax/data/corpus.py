@@ -2,7 +2,7 @@
 
 a plain .txt                                    the file itself
 anything compressed, JSON lines, Parquet,       data_dir/texts/NAME/train.txt, and the offsets
-several files, a corpus by its name             of the documents in train.offsets.npy
+several files, or a named corpus                of the documents in train.offsets.npy
 """
 
 import dataclasses
@@ -59,24 +59,24 @@ def load_corpus(
   """Opens a text, which is written to `data_dir` first unless it is a plain file.
 
   Args:
-    name: without a path: "python_manual", the language manual that comes with Python, or another
-      name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
-    path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; or .jsonl, a
-      document on each line; or .parquet, a document in each row; or several such files, one after
-      the other, by a pattern with *; or a folder with train.txt, valid.txt (or validation.txt)
-      and test.txt, or .jsonl, or .parquet. In a folder without these, each .txt file is a
-      document, also in subfolders; they are cut into the splits in the order of their paths, or
-      taken from subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
-    split_fractions: the shares of a single text, in bytes; train takes the rounding error. Where
-      documents are known, each split has some, and none is cut.
-    data_dir: the folder for texts that are no plain files.
+    name: the corpus, if there is no path: "python_manual", the language manual that comes with
+      Python, or another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
+    path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; a .jsonl with
+      one document per line; a .parquet with one per row; several such files in sequence, given by
+      a pattern with *; or a folder with train.txt, valid.txt (or validation.txt) and test.txt, or
+      these as .jsonl or .parquet. In a folder without these, each .txt file is a document, also
+      in subfolders; documents are cut into the splits in the order of their paths, or taken from
+      subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
+    split_fractions: the shares of a single text, in bytes; train takes the rounding error. If
+      documents are known, no document is cut, and each split has at least one.
+    data_dir: the folder for texts that are not plain files.
     manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
-    isolate_documents: requires that the beginnings of documents are known.
+    isolate_documents: whether it must be known where documents begin.
     text_field: the field of the text in .jsonl, or its column in .parquet.
     separator: the line between two documents in .txt.
-    mixture: "SOURCE=WEIGHT,...", names and paths in the place of one; each split is then
-      `dpjax.data.corpus.Mixed`, and the other arguments are those of each source: field and
-      separator of those that have a use for them.
+    mixture: "SOURCE=WEIGHT,...", names and paths instead of a single one; each split is then a
+      `dpjax.data.corpus.Mixed`, and the other arguments apply to each source; field and separator
+      only to sources that use them.
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
@@ -103,7 +103,7 @@ def load_corpus(
 
 
 def _takes_separator(corpus: Corpus) -> bool:
-  """Whether a separator says where documents begin, or would say it."""
+  """Whether a separator marks, or would mark, where documents begin."""
   return "files" in corpus.about and ("documents" in corpus.about or not _has_documents(corpus))
 
 
@@ -130,7 +130,7 @@ def _open_source(source: str, options: _Options) -> Corpus:
 
 
 def _open(name: str, path: str | Path, options: _Options) -> Corpus:
-  """The corpus of a path, else of a name, with its documents if they are to be isolated."""
+  """The corpus at a path, or else with a name; finds its documents if they are isolated."""
   if path:
     corpus = _open_path(Path(path).expanduser(), options)
     marks = readers.line_pattern(options.separator) if options.separator else ""
@@ -176,14 +176,14 @@ def _open_path(path: Path, options: _Options) -> Corpus:
 
 
 def _corpus_name(paths: Sequence[Path]) -> str:
-  """The name of a file without its suffixes, or that of the folder of several."""
+  """The name of a file without its suffixes, or of the folder of several files."""
   if len(paths) > 1:
     return paths[0].resolve().parent.name
   return Path(paths[0].stem).stem if readers.is_compressed(paths[0]) else paths[0].stem
 
 
 def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
-  """The files of each split, or, with the key "", those of one text, which is to be cut."""
+  """The files of each split, or, under the key "", those of one text to cut."""
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
@@ -211,7 +211,7 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 
 
 def _text_files(folder: Path, texts: Path) -> list[Path]:
-  """The .txt files in a folder, but for those that dpjax writes to `texts`."""
+  """The .txt files in a folder, except those that dpjax writes to `texts`."""
   endings, texts = tuple(f".txt{suffix}" for suffix in readers.OPENERS), texts.resolve()
   paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
   return sorted(x for x in paths if texts not in x.resolve().parents)
@@ -220,7 +220,7 @@ def _text_files(folder: Path, texts: Path) -> list[Path]:
 def _open_files(
   paths: Sequence[Path], options: _Options, *, are_documents: bool
 ) -> tuple[Text, dict[str, Any]]:
-  """The text of files, and what identifies it."""
+  """The text of files, and values that identify it."""
   (file_type, *others) = sorted({readers.file_type(path) for path in paths})
   if others:
     names = ", ".join([file_type, *others])
@@ -284,14 +284,14 @@ SOURCES = {
 
 
 def register_corpus(name: str, source: Source) -> None:
-  """Registers a corpus for `data.name`; a `UserError` if the name is taken or no identifier."""
+  """Registers a corpus for `data.name`; a `UserError` if the name is taken or not an identifier."""
   if name in SOURCES or not name.isidentifier():
     raise UserError(f"name: expected a new one, of letters, digits and _, got {name!r}")
   SOURCES[name] = source
 
 
 def find_source(name: str) -> Source:
-  """The corpus of a registered name, of hf:NAME or of tfds:NAME; a `UserError` for another."""
+  """The corpus with a registered name, hf:NAME or tfds:NAME; a `UserError` for any other."""
   for prefix, source in remote.PREFIXES.items():
     if name.startswith(prefix):
       return source(name)
@@ -299,14 +299,14 @@ def find_source(name: str) -> Source:
     load_plugins()
   if name not in SOURCES:
     others = ("hf:OWNER/NAME of the Hugging Face Hub", "tfds:NAME of TensorFlow Datasets")
-    is_old = len(SOURCES) == 1  # an installation from before the entry point
+    is_old = len(SOURCES) == 1  # installed before the entry point existed
     note = " (in a clone, `pip install -e .` adds the papers' corpora)" if is_old else ""
     raise unknown("data.name", (*SOURCES, *others, "or a data.path"), name, note)
   return SOURCES[name]
 
 
 def is_name(source: str) -> bool:
-  """Whether a source of a mixture is a corpus by its name; others are paths."""
+  """Whether a source of a mixture is the name of a corpus, not a path."""
   load_plugins()
   return source in SOURCES or source.startswith((*remote.PREFIXES,))
 
@@ -315,7 +315,7 @@ def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
   """The pieces of a named corpus.
 
   train.txt, valid.txt and test.txt, plain or compressed, in a folder NAME of the manual folder
-  come first.
+  take precedence.
   """
   folder = all_files.manual_dir / name
   paths = {x: path for x in SPLITS if (path := readers.find_split(folder, x))}

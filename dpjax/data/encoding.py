@@ -1,4 +1,4 @@
-"""Encodes a text into files of tokens, in shards, so that a stopped process repeats one of them."""
+"""Encodes a text into token files, in shards, so that a stopped process repeats at most one."""
 
 import concurrent.futures
 import contextlib
@@ -18,13 +18,13 @@ from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 
 SHARD_SIZE = 2**25  # characters
-LARGE_BYTES = 2**25  # from here on a bar is shown
+LARGE_BYTES = 2**25  # larger texts show a progress bar
 
 Chunk = list[tuple[str, bool]]  # see `Text.chunks`
 
 
 class Counter:
-  r"""Counts a text in parts.
+  r"""Counts a text given in parts.
 
     "to b", "e\n"  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
 
@@ -91,7 +91,7 @@ class Encoder:
 def encode_text(
   text: Text | Mixed | Iterable[str], encoder: Encoder, folder: Path, split: str, shards: Path
 ) -> dict:
-  """Encodes a text into files of `folder`, and reuses what `shards` has of it.
+  """Encodes a text into files in `folder`, reusing finished parts in `shards`.
 
   Returns "tokens" and the counts of `count_text`; where documents are known, "documents", which
   does not count those without tokens; and for `Mixed`, "sources", the tokens of each.
@@ -101,7 +101,7 @@ def encode_text(
   # Boundaries of words cache their results, which is not safe in several threads.
   num_threads = 1 if encoder.segment else max(2, os.cpu_count() or 1)
   total = sum(map(len, texts))
-  hidden = True if total < LARGE_BYTES else None  # None: hidden where there is no terminal
+  hidden = True if total < LARGE_BYTES else None  # None: hidden without a terminal
   counter, sources, starts = Counter(), [0] * len(texts), [np.zeros(0, np.int64)]
   with contextlib.ExitStack() as stack:
     threads = concurrent.futures.ThreadPoolExecutor(num_threads)
@@ -136,7 +136,7 @@ def encode_text(
           file.write(array.data)
     counts = {"tokens": sum(sources), **counter.result()}
     if has_documents:
-      # A document without tokens has the start of the next one.
+      # A document without tokens has the same start as the next one.
       documents = np.unique(np.concatenate(starts))
       documents = documents[documents < counts["tokens"]]
       counts["documents"] = len(documents)
@@ -160,7 +160,7 @@ def _shards(text: Text | Iterable[str]) -> Iterator[list[Chunk]]:
 
 
 def _load_shard(path: Path, digest: str) -> list[np.ndarray]:
-  """The arrays of a shard; none if it is missing, or if the text up to its end has changed."""
+  """The arrays of a shard; [] if it is missing, or if the text up to its end has changed."""
   if not path.exists():
     return []
   with np.load(path) as content:

@@ -9,16 +9,16 @@ import numpy as np
 from dpjax.data.batches import RandomWindows, draw
 from dpjax.errors import UserError
 
-_BITS = 32  # of the fractions that choose the source of a row
+_BITS = 32  # bits of the fractions that choose a row's source
 
 
 def parse(mixture: str) -> dict[str, float]:
-  """The sources of `data.mixture` and their shares of the rows, which have the sum 1.
+  """The sources of `data.mixture` and their shares of the rows, which sum to 1.
 
     "my.txt=3, wikitext103=1"  ->  {"my.txt": 0.75, "wikitext103": 0.25}
 
   Raises:
-    UserError: it has another form, names a source twice, or a share is below 1e-9.
+    UserError: it is malformed, names a source twice, or a share is below 1e-9.
   """
   weights: dict[str, float] = {}
   for part in filter(None, map(str.strip, mixture.split(","))):
@@ -31,7 +31,7 @@ def parse(mixture: str) -> dict[str, float]:
       expected = "expected SOURCE=WEIGHT,SOURCE=WEIGHT, with each path or name once, and numbers"
       raise UserError(f"data.mixture: {expected} above 0, got {mixture}")
     weights[source] = weight
-  # A power of two keeps their digits, and the sum finite.
+  # Scaling by a power of two is exact and keeps the sum finite.
   _, exponent = math.frexp(max(weights.values(), default=1.0))
   weights = {source: math.ldexp(weight, -exponent) for source, weight in weights.items()}
   shares = {source: weight / sum(weights.values()) for source, weight in weights.items()}
@@ -43,18 +43,18 @@ def parse(mixture: str) -> dict[str, float]:
 class MixedWindows(RandomWindows):
   """Training batches of windows at any offset of several sources, each with its share of the rows.
 
-  Row r of the run, in batch r // B, is of source s where v(r) falls between the sums of the shares
-  before s and up to s. The sequence v has the bits of r mirrored at the binary point, and some of
-  them, by the seed, turned over. So of any first n rows a source has its share of n, up to a few
-  rows. For the shares 3/4 and 1/4, with no bit turned over:
+  Row r of the run, in batch r // B, is from source s if v(r) lies between the sums of the shares
+  before s and up to s. v(r) mirrors the bits of r at the binary point and flips some of them,
+  chosen by the seed. So of the first n rows, for any n, a source has its share up to a few rows.
+  For the shares 3/4 and 1/4, with no bit flipped:
 
     rows 0 1 2 3 4 5 6 7, v = 0 1/2 1/4 3/4 1/8 5/8 3/8 7/8  ->  sources 0 0 0 1 0 0 0 1
 
   The k-th row of a source is draw k of its `RandomWindows`, whose order depends on seed, source and
   epoch; steps_per_epoch = ceil(sum of all sources' windows / B).
 
-  Source: van der Corput 1935; of 2**k rows from a multiple of 2**k on, each of the 2**k intervals
-  of length 2**-k has one.
+  Source: van der Corput 1935; among 2**k rows that start at a multiple of 2**k, each of the 2**k
+  intervals of length 2**-k has one.
   """
 
   def __init__(
@@ -68,15 +68,15 @@ class MixedWindows(RandomWindows):
     shares: Sequence[float],
     **options: Any,
   ):
-    """Takes the stream of all sources, one after the other.
+    """Takes the concatenated stream of all sources.
 
     Args:
       tokens: ids [N] of any integer type.
       batch_size: B.
       window: T.
       seed: see `RandomWindows`.
-      sizes: the number of tokens of each source, with the sum N.
-      shares: those of the sources, at least 1e-9, with the sum 1.
+      sizes: the number of tokens of each source; they sum to N.
+      shares: the share of each source, at least 1e-9; they sum to 1.
       **options: see `RandomWindows`.
 
     Raises:
@@ -94,13 +94,13 @@ class MixedWindows(RandomWindows):
     return np.searchsorted(self._edges, values, "right") - 1
 
   def _count_before(self, numbers: np.ndarray, sources: np.ndarray) -> np.ndarray:
-    """How many rows before each are of its source."""
+    """The number of earlier rows with the same source, for each row."""
     first, last = self._edges[sources], self._edges[sources + 1]
     periods, numbers = np.divmod(numbers, 2**_BITS)
     count = periods * (last - first)
     for bit in range(_BITS):
-      # The 2**bit rows that have 0 for the 1 of this number's bit, and the same bits above, take
-      # the values `low`, `low` + step, `low` + 2 * step, ...
+      # The 2**bit rows with 0 instead of 1 at this bit of the number, and the same higher bits,
+      # take the values `low`, `low` + step, `low` + 2 * step, ...
       step = 2 ** (_BITS - bit)
       low = (_mirror(numbers >> bit + 1 << bit + 1) ^ self._flipped) % step
       below_first, below_last = (-((low - x) // step) for x in (first, last))

@@ -16,7 +16,7 @@ from typing import IO, Any
 from dpjax.errors import UserError
 
 BLOCK_BYTES = 2**20
-RECORDS = (".jsonl", ".parquet")  # files with a document a line or row
+RECORDS = (".jsonl", ".parquet")  # files with one document per line or row
 
 
 def optional(module: str, package: str = "") -> Any:
@@ -46,12 +46,12 @@ DAMAGES = (EOFError, UnicodeDecodeError, OSError, lzma.LZMAError, zlib.error)
 
 
 def is_compressed(path: Path) -> bool:
-  """Whether the last suffix is that of a compression."""
+  """Whether the last suffix is a compression suffix."""
   return path.suffix != "" and path.suffix in OPENERS
 
 
 def file_type(path: Path) -> str:
-  """The type of a file, one of `RECORDS` or ".txt"; the suffix of a compression does not count."""
+  """The type of a file, one of `RECORDS` or ".txt"; ignores a compression suffix."""
   suffix = Path(path.stem).suffix if is_compressed(path) else path.suffix
   return suffix if suffix in RECORDS else ".txt"
 
@@ -70,7 +70,7 @@ def find_split(folder: Path, split: str, suffixes: Sequence[str] = (".txt",)) ->
 
 
 def line_pattern(separator: str) -> str:
-  """`dpjax.data.corpus.Text.marks` of documents with a separator line."""
+  """The `dpjax.data.corpus.Text.marks` for documents with a separator line."""
   return rf"^{re.escape(separator)}\r?\n"
 
 
@@ -100,7 +100,7 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
   """The full text of a file, as `read_blocks` reads it.
 
   Raises:
-    UserError: `setting: ...`, it is no regular file, not UTF-8, or damaged.
+    UserError: `setting: ...`, it is not a regular file, not UTF-8, or damaged.
   """
   path = Path(path)
   try:
@@ -113,9 +113,9 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
 
 
 def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
-  """The texts of a Parquet file, or of JSON objects, one a line, plain or compressed.
+  """The texts in a Parquet file, or in JSON lines, plain or compressed.
 
-  They are the strings in the first of the columns that a file or an object has; a null is "".
+  They are the strings in the first of `columns` that the file or object has; null becomes "".
 
   Raises:
     UserError: the file is damaged, or has no such column of strings.
@@ -138,7 +138,7 @@ def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[str]:
           text = record[column]
           if text is not None and not isinstance(text, str):
             raise TypeError(f"{column} of the type {type(text).__name__}")
-          (text or "").encode()  # half a pair of surrogates is no text
+          (text or "").encode()  # a lone surrogate is not text
           yield text or ""
   except (*DAMAGES, ValueError, KeyError, TypeError, RecursionError) as error:
     names = " or ".join(map(repr, columns))
@@ -157,7 +157,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[str]:
       dtype = file.schema_arrow.field(column).type
       if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
         raise TypeError(f"{column} of the type {dtype}")
-      for i in range(file.num_row_groups):  # all at once, it keeps what it has read
+      for i in range(file.num_row_groups):  # In a single call, it would keep all that it has read.
         for batch in file.iter_batches(64, row_groups=[i], columns=[column]):
           yield from (text or "" for text in batch.column(0).to_pylist())
   except (pa.ArrowException, KeyError, TypeError, OSError, UnicodeError) as error:

@@ -1,14 +1,13 @@
-"""Sources by name: files that are downloaded, and datasets of the Hugging Face Hub and TensorFlow.
+"""Named sources: downloaded files, and datasets of the Hugging Face Hub and TensorFlow.
 
-hf:OWNER/NAME[@REVISION][:CONFIG/SPLIT/COLUMN] takes the strings of a column, "text" or "content" by
-default, of Parquet files or JSON lines, each a document. The files are those that the dataset's
-card gives for the configuration. Without such a card, they are those in the folder CONFIG, whose
-paths name the split (validation, valid, val, dev). With a SPLIT, that one is cut into train, valid
-and test. Downloads stay in the library's cache; `dpjax.hub` says how to give a token, or work
-offline.
+hf:OWNER/NAME[@REVISION][:CONFIG/SPLIT/COLUMN] reads a document from each string in a column ("text"
+or "content" by default) of Parquet files or JSON lines. The files are those that the dataset card
+lists for the configuration. Without such a card, they are those in the folder CONFIG whose paths
+name the split (validation, valid, val, dev). A given SPLIT is cut into train, valid and test.
+Downloads stay in the library's cache; see `dpjax.hub` for tokens and offline mode.
 
-tfds:NAME or tfds:NAME/CONFIG takes the feature "text" of each example of a dataset's train,
-validation and test, with a line end. Many builders need no TensorFlow
+tfds:NAME or tfds:NAME/CONFIG reads the feature "text" of each example of a dataset's train,
+validation and test, and adds a line end. Many builders do not need TensorFlow
 (https://www.tensorflow.org/datasets/tfless_tfds).
 """
 
@@ -29,7 +28,7 @@ from dpjax.data import readers
 from dpjax.data.readers import optional
 from dpjax.errors import UserError
 
-RETRIES = 2  # after a second, and after two more
+RETRIES = 2  # after one second, then after two more
 COLUMNS = ("text", "content")
 # The words for a split, as in the library `datasets`.
 WORDS = {
@@ -39,7 +38,7 @@ WORDS = {
 }
 _SPLITS = {word: split for split, words in WORDS.items() for word in words}
 _FILE = re.compile(r".*\.(parquet|jsonl?)(\.(gz|xz|bz2|zst))?")
-_EXAMPLES = 1024  # of TensorFlow Datasets at once; one by one takes thirty times as long
+_EXAMPLES = 1024  # read together from TensorFlow Datasets; one by one takes thirty times as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Source:
     licence: the licence in a few words.
     size: the size of its text or download, such as "5 MB".
     source: its origin.
-    version: raise it when the same files give another text.
-    documents: how documents begin, see `dpjax.data.corpus.Text.marks`; "" if unknown.
+    version: increase it when the same files yield another text.
+    documents: the pattern of document marks, see `dpjax.data.corpus.Text.marks`; "" if unknown.
     yields_documents: whether each piece is a document.
   """
 
@@ -91,9 +90,9 @@ class File:
 
 
 class Files:
-  """The files of corpora and vocabularies, in `manual_dir` or the downloads' `folder`.
+  """The files of corpora and vocabularies, in `manual_dir` or downloaded to `folder`.
 
-  `texts` is the folder for the text that is read from them.
+  `texts` is the folder for the texts read from them.
   """
 
   def __init__(self, data_dir: str | Path, manual_dir: str | Path = ""):
@@ -120,7 +119,7 @@ class Files:
     def fetch(url: str, path: Any, _) -> None:
       if url.startswith("hf://"):
         return _fetch_from_hub(url, Path(path))
-      # Unpacked on the way, it would have another checksum.
+      # Transparent decompression would change the checksum.
       headers = {"Accept-Encoding": "identity", "User-Agent": "dpjax"}
       if file.head_bytes:
         headers["Range"] = f"bytes=0-{file.head_bytes - 1}"
@@ -138,9 +137,9 @@ class Files:
     )
     try:
       return Path(downloads.fetch(file.name, downloader=fetch))
-    except Exception as error:  # Of several libraries.
+    except Exception as error:  # Several libraries raise here.
       if isinstance(error, OSError) and error.errno:
-        raise  # Of the disk.
+        raise  # A disk error.
       message = " ".join(str(error).split()).rstrip(".")
       raise UserError(
         f"{file.url}: expected the file, got {message}; download it yourself and put it as "
@@ -158,7 +157,7 @@ def _fetch_from_hub(url: str, path: Path) -> None:
     os.replace(result, path)
 
 
-# The files of vocabularies by name, which lie together.
+# The files of each vocabulary, kept in one folder, by name.
 VOCABULARIES: dict[str, tuple[File, ...]] = {}
 
 
@@ -190,7 +189,7 @@ def parse_hub(name: str) -> tuple[str, str | None, str, str, str]:
 
 
 def hub_source(name: str) -> Source:
-  """The corpus of hf:NAME."""
+  """The corpus named hf:NAME."""
   repository, revision, config, split, column = parse_hub(name)
 
   def read(_: Files) -> Iterator[tuple[str, str]]:
@@ -219,14 +218,14 @@ def choose_files(
     a/train-0.parquet, a/val-0.parquet, config "a"  ->  {"train": [...], "valid": [...]}
 
   Args:
-    name: of the corpus, for messages.
+    name: the corpus, for messages.
     files: the paths of all files.
     configs: the configurations in the dataset's card.
-    config: the one to take; "": the default, or the only one.
+    config: the configuration to take; "": the default, or the only one.
     split: the split to take as train; "": all three.
 
   Raises:
-    UserError: there is no such configuration, split, or file.
+    UserError: the configuration, split, or file does not exist.
   """
   files = [file for file in files if _FILE.fullmatch(file)]
   by_config = {x.get("config_name", "default"): _of_card(x, files) for x in configs}
@@ -234,7 +233,7 @@ def choose_files(
   if not by_config:
     default = ""
     for file in files:
-      # Of other files like this, some describe the dataset.
+      # Other .json files may describe the dataset.
       if not file.endswith(".json") or _words(file):
         by_config.setdefault(_folder(file), []).append(((_words(file) or ["train"])[0], file))
   config = config or (default if default in by_config or len(by_config) != 1 else [*by_config][0])
@@ -245,7 +244,7 @@ def choose_files(
     expected = f"expected a configuration (hf:OWNER/NAME:CONFIG), one of {names}"
     raise UserError(f"data.name: {expected}, got {name}")
   pairs = by_config[config]
-  if any(file.endswith(".parquet") for _, file in pairs):  # the same in another form
+  if any(file.endswith(".parquet") for _, file in pairs):  # The other files have the same data.
     pairs = [(word, file) for word, file in pairs if file.endswith(".parquet")]
   chosen: dict[str, list[str]] = {}
   for word, file in pairs:
@@ -259,7 +258,7 @@ def choose_files(
 
 
 def _of_card(config: Mapping[str, Any], files: Sequence[str]) -> list[tuple[str, str]]:
-  """Pairs of a split and a file of a configuration in a card."""
+  """Pairs of a split and a file, for a configuration in a dataset card."""
   entries, folder = config.get("data_files") or ["*"], config.get("data_dir", "")
   pairs = []
   for entry in [entries] if isinstance(entries, str) else entries:
@@ -278,19 +277,19 @@ def _words(file: str) -> list[str]:
 
 
 def _folder(file: str) -> str:
-  """The folder of a file, without parts that are named for a split or `data`."""
+  """The folder of a file, without parts that are named after a split or `data`."""
   return "/".join(part for part in file.split("/")[:-1] if part not in (*_SPLITS, "data"))
 
 
 def tfds_source(name: str) -> Source:
-  """The corpus of tfds:NAME."""
+  """The corpus named tfds:NAME."""
 
   def read(files: Files) -> Iterator[tuple[str, str]]:
     tfds = optional("tensorflow_datasets", "tensorflow-datasets")
     folder = str(files.folder / "tfds")
     config = tfds.download.DownloadConfig(manual_dir=files.manual_dir, try_download_gcs=False)
     try:
-      # array_record needs no TensorFlow.
+      # array_record does not need TensorFlow.
       builder: Any = tfds.builder(
         name.removeprefix("tfds:"), data_dir=folder, file_format="array_record"
       )
@@ -303,7 +302,7 @@ def tfds_source(name: str) -> Source:
           numbers = range(begin, min(begin + _EXAMPLES, len(examples)))
           for example in examples.__getitems__(numbers):
             yield _SPLITS[split], example["text"].decode().removesuffix("\n") + "\n"
-    # Builders raise anything; errors of the disk are reported elsewhere.
+    # Builders may raise any error; disk errors are reported elsewhere.
     except Exception as error:
       if isinstance(error, OSError) and error.errno:
         raise

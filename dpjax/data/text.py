@@ -29,18 +29,18 @@ class Text:
 
     "one\n--\ntwo\n", marks "^--\n"  ->  the documents "one\n--\n" and "two\n"
 
-  A part is a document, or a chunk of about 1 MiB of a text or of a long document. A chunk ends with
-  a line, where a cut does not change the subwords (`dpjax.text.tokenizer.rate_cut`); within
-  longer lines before a space, and without spaces between any two characters. Joined, the parts are
-  the exact text. Iteration raises a `UserError` that names the first byte that is not UTF-8.
+  A part is a document, or a chunk of about 1 MiB of a text or of a long document. A chunk ends at
+  a line end where a cut does not change the subwords (`dpjax.text.tokenizer.rate_cut`); in longer
+  lines, before a space; without spaces, between any two characters. The joined parts are exactly
+  the text. Iteration raises a `UserError` that names the first byte that is not UTF-8.
 
   Attributes:
     path: the file.
     begin: its first byte.
     end: one past its last byte.
     offsets: a .npy file with the offsets in `path` at which documents begin, or None.
-    marks: a regular expression, in which ^ is the beginning of a line; a document begins with the
-      text, and after each match. "" without.
+    marks: a regular expression, in which ^ is the beginning of a line; documents begin with the
+      text and after each match. "" if there is none.
   """
 
   path: Path
@@ -62,7 +62,7 @@ class Text:
 
   @functools.cached_property
   def documents(self) -> np.ndarray:
-    """The offsets of documents in the file, int64, increasing; none if they are unknown."""
+    """The offsets of documents in the file, int64, increasing; empty if they are unknown."""
     if self.offsets is not None:
       offsets = np.load(self.offsets, mmap_mode="r")
       return offsets[slice(*np.searchsorted(offsets, (self.begin, self.end)))]
@@ -74,7 +74,7 @@ class Text:
       yield self.begin
       pattern = re.compile(self.marks.encode(), re.M)
       matches = pattern.finditer(_map(self.path), self.begin, self.end)
-      # An empty match at the beginning begins no second document.
+      # An empty match at the beginning does not begin a second document.
       yield from (x.end() for x in matches if self.begin < x.end() < self.end)
 
   def chunks(self) -> Iterator[list[tuple[str, bool]]]:
@@ -106,11 +106,11 @@ class Text:
 
 
 def _cut(content: bytes) -> int:
-  """Where the first chunk of a text ends, given it and eight bytes more."""
-  ends: dict[int, int] = {}  # the last line end by how good a cut it is
+  """The end of the first chunk of a text, given eight bytes beyond `CHUNK_BYTES`."""
+  ends: dict[int, int] = {}  # the last line end for each rating of a cut
   end = CHUNK_BYTES + 1
   while 2 not in ends and (end := content.rfind(b"\n", 0, end - 1) + 1):
-    # Two characters have up to eight bytes, of which some may be of a third.
+    # Two characters have up to eight bytes; some of these may belong to a third.
     before, after = content[max(0, end - 8) : end], content[end : end + 8]
     ends.setdefault(rate_cut(before.decode(errors="ignore"), after.decode(errors="ignore")), end)
   space = content.rfind(b" ", 1, CHUNK_BYTES)
@@ -147,7 +147,7 @@ def open_plain(path: Path) -> Text:
 
 
 def cut_splits(text: Text, fractions: Sequence[float], source: str) -> dict[str, Text]:
-  """Cuts a text in order, between documents if they are known, else at line ends if there are some.
+  """Cuts a text in order, between documents if they are known, else at line ends if there are any.
 
   A split with the share 0 is empty. Raises a `UserError` for a text that is too short.
   """
@@ -197,8 +197,8 @@ def write_texts(
 ) -> tuple[dict[str, Text], dict[str, Any]]:
   """Opens train.txt and so on in a folder, written once from pairs of a split and a piece of text.
 
-  With `are_documents`, each piece is a document: it gets a line end if it has none, and where it
-  begins is kept in train.offsets.npy; an empty one is left out. Returns the texts of the splits,
+  With `are_documents`, each piece is a document: it gets a line end if it has none, and its
+  offset is stored in train.offsets.npy; empty ones are skipped. Returns the texts of the splits,
   and their sizes and checksums.
   """
 

@@ -1,14 +1,14 @@
 """A corpus as tokens on disk: encoded once, then memory-mapped.
 
-  train.bin ...             ids, uint16, or int32 for more than 65,536 of them
+  train.bin ...             ids, uint16, or int32 if there are more than 65,536
   train.boundaries.bin ...  boundaries of the text, uint8, one for each token
   train.documents.bin ...   the first token of each document, int64, increasing
-  tokenizer.json, unigram.model (what the boundaries fitted)
+  tokenizer.json, unigram.model (fitted for the boundaries)
   data.json                 counts, and the checksums of the .bin files
 
-All runs share these folders of data_dir/tokens. A run's folder, a reference, has only the small
-files and, in data.json, the path of the others. While a folder is being written, NAME.shards lies
-next to it, with the tokens of each 32 MiB of text, so that a stopped process repeats one of them.
+All runs share these folders of data_dir/tokens. A run's folder is a reference: it has only the
+small files and, in data.json, the path of the others. While a folder is being written, NAME.shards
+next to it has the tokens of each 32 MiB of text, so that a stopped process repeats at most one.
 """
 
 import collections
@@ -34,10 +34,10 @@ from dpjax.text.factory import CHARACTER_TOKENIZERS, tokenizer_from_json, train_
 from dpjax.text.tokenizer import Tokenizer
 
 FORMAT = 1
-MAX_TRAIN_BYTES = 2**30  # of text, from which a vocabulary is trained
+MAX_TRAIN_BYTES = 2**30  # of text to train a vocabulary on
 UNITS = ("tokens", "characters", "words", "bytes")
-_FITTED = "unigram.model"  # of any type of boundaries
-_INPUTS = "inputs.json"  # of what the shards are
+_FITTED = "unigram.model"  # for any type of boundaries
+_INPUTS = "inputs.json"  # identifies the shards
 
 
 class _Arrays(collections.UserDict[str, Any]):
@@ -78,13 +78,13 @@ class Tokens:
 
   Attributes:
     name: the name of the corpus.
-    tokenizer: the one that encoded it.
+    tokenizer: the tokenizer that encoded it.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
     counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
-      Words are separated by white space, and each line end counts as a word. Of a mixture also
-      "sources", the tokens of each source, which follow each other.
+      Words are separated by white space, and each line end counts as a word. For a mixture also
+      "sources", the number of tokens of each source, in the order of the stream.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
-    fitted: what was fitted to the train split for them, b"" if nothing.
+    fitted: the model fitted to the train split for the boundaries, b"" if none.
     text_boundaries: None, or the `TextBoundaries` that computed them, to segment other texts.
     folder: the folder of the files.
     checksums: SHA-256 of the .bin files, by name.
@@ -104,12 +104,12 @@ class Tokens:
 
   @property
   def has_tokens(self) -> bool:
-    """Whether the arrays exist and have their sizes."""
+    """Whether the arrays exist and have the expected sizes."""
     arrays = (self.splits, self.boundaries, self.documents)
     return all(each.are_there() for each in arrays if isinstance(each, _Arrays))
 
   def check(self, *splits: str) -> None:
-    """Reads splits to their ends, all by default, if they were not used before.
+    """Reads splits in full, all by default, unless they were used before.
 
     Raises:
       UserError: a file is missing or has changed; the message names it.
@@ -140,8 +140,8 @@ def tokenize(
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
-  Opens existing tokens of the same text and settings, and replaces others. Continues what a stopped
-  process began. A vocabulary is trained on at most 1 GiB, spread over the train split.
+  Opens existing tokens of the same text and settings, and replaces others. Continues the work of a
+  stopped process. A vocabulary is trained on at most 1 GiB, spread over the train split.
 
   Args:
     corpus: the text. If its `about` is empty, it counts as a new text each time.
@@ -150,7 +150,7 @@ def tokenize(
     shared: whether to write into a subfolder of `folder`, named after its content.
     boundaries: None, or the `TextBoundaries` of a module such as `dpjax.layers.Unigram`. Only with
       the tokenizers "characters" and "bytes".
-    **settings: of a tokenizer to make; see `dpjax.text.train_tokenizer`.
+    **settings: the settings of a tokenizer to make; see `dpjax.text.train_tokenizer`.
 
   Raises:
     UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
@@ -221,11 +221,11 @@ def _digest(content: str) -> str:
 
 
 class _Sample:
-  """Parts of a text, spread evenly, up to `MAX_TRAIN_BYTES` of them."""
+  """Parts of a text, spread evenly, up to `MAX_TRAIN_BYTES` in total."""
 
   def __init__(self, text: Text | Mixed):
     self._text = text
-    self.error: ValueError | None = None  # in reading the text; libraries wrap it
+    self.error: ValueError | None = None  # raised while reading the text; libraries wrap it
 
   def __iter__(self) -> Iterator[str]:
     share = min(1.0, MAX_TRAIN_BYTES / max(1, len(self._text)))
@@ -244,7 +244,7 @@ class _Sample:
 def _train(
   corpus: Corpus, tokenizer: str | Tokenizer, boundaries: Any, settings: Mapping
 ) -> tuple[Tokenizer, bytes]:
-  """The tokenizer of a text, and what is fitted for its boundaries."""
+  """The tokenizer of a text, and the model fitted for its boundaries."""
   text = corpus.splits["train"]
   sample = _Sample(text)
   try:
@@ -268,7 +268,7 @@ def _write_encoder(folder: Path, tokenizer: Tokenizer, fitted: bytes) -> None:
 
 
 def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
-  """The tokenizer and what boundaries fitted, as `_write_encoder` wrote them."""
+  """Reads the tokenizer and the fitted model that `_write_encoder` wrote."""
   path = folder / "tokenizer.json"
   try:
     tokenizer = tokenizer_from_json(files.read_file(path).decode())
@@ -282,7 +282,7 @@ def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
 
 
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
-  """Makes a folder with what a model needs of its tokens, and the path of the others.
+  """Makes a folder with the files that a model needs, and the path of its tokens.
 
   An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
@@ -308,7 +308,7 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
   Args:
     folder: the folder with data.json.
     data_dir: "", or where to look for the tokens of a reference that was moved.
-    boundaries: None, or those that `tokenize` was called with, for other texts.
+    boundaries: None, or the `boundaries` given to `tokenize`, to segment other texts.
 
   Raises:
     UserError: a file is missing or damaged; the message names it.

@@ -1,6 +1,6 @@
 """Generates text token by token with any model.
 
-A model is a step: a function of tokens and a cache of the tokens before them.
+A model is a step: a function of tokens and a cache of earlier tokens.
 
   logits_bcv, cache = step(tokens_bc, cache, lengths_b)
 
@@ -48,7 +48,7 @@ def begin(
 
   Args:
     step: the model.
-    cache: an empty cache, before any token.
+    cache: an empty cache.
     prompt: P >= 1, each row padded at its end.
     lengths: in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
@@ -80,7 +80,7 @@ def advance(
     next token = last + 1, state.token [4, 7], num_tokens 3  ->  [[5, 6, 7], [8, 9, 10]]
 
   A row's draws depend only on its key and the position in the row. Returns the state after the new
-  tokens, and these, [B, num_tokens], int32.
+  tokens, and the tokens, [B, num_tokens], int32.
 
   Args:
     step: the model.
@@ -110,19 +110,19 @@ class WindowCache(NamedTuple):
 
 
 def init_window(batch: int, window: int, pad_id: int = 0) -> WindowCache:
-  """The cache of B rows and a window of W tokens before any token, filled with padding."""
+  """An empty cache for B rows and a window of W tokens, filled with padding."""
   arrays.integers(batch=batch, window=window)
   tokens_bw = jnp.full((batch, window), pad_id, jnp.int32)
   return WindowCache(tokens_bw, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
 def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> Step:
-  """Makes a step of any causal model: a full pass over the last W tokens for each token.
+  """Turns any causal model into a step: a full pass over the last W tokens for each token.
 
   The window starts at position 0 wherever it lies in the row, as in training. With W = 3 and
   the tokens 1 2 3 4 one by one, the passes are over [1 . .], [1 2 .], [1 2 3] and [2 3 4].
 
-  `next_logits` maps [B, W] tokens and the position of their first in the row, [B], to [B, W, V].
+  `next_logits` maps [B, W] tokens and the position of the first in the row, [B], to [B, W, V].
   The cache of the step comes from `init_window`; all logits of a chunk come from one pass.
   """
 
@@ -137,7 +137,7 @@ def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> 
     new_position_bw = (old_position_bw - cache.count[:, None]).clip(0, chunk - 1)
     new_bw = jnp.take_along_axis(tokens, new_position_bw, axis=1)
     tokens_bw = jnp.where(old_position_bw < cache.count[:, None], old_bw, new_bw)
-    # Padding behind the tokens stays.
+    # Padding after the tokens stays.
     tokens_bw = jnp.where(position_w[None] < count_b[:, None], tokens_bw, cache.tokens)
     cache_after = WindowCache(tokens_bw, count_b, cache.num_before + num_dropped_b)
     logits_bwv = next_logits(tokens_bw, cache_after.num_before)

@@ -1,4 +1,4 @@
-"""Streams the continuations of prompts by a trained model; token by token it is `.decode`."""
+"""Streams a trained model's continuations of prompts; `.decode` works token by token."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.ops.attention_cache import AttentionCache, resize_attention_cache
 from dpjax.text.tokenizer import TextStream, Tokenizer
 
-# Tokens of a call, by steps and by full passes.
+# Tokens per call, with cached steps and with full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4
-# Attention reads all slots of a cache. Caches of more bytes get them as rows grow, by doublings,
-# each of which compiles once.
+# Attention reads all slots of a cache. Caches above this many bytes double as rows grow; each size
+# compiles once.
 _SMALL_CACHE, _LEAST_SLOTS = 2**25, 128
 
 
@@ -60,7 +60,7 @@ class Generator:
     self._model, self._tokenizer = model, tokenizer
     self._window = settings.max_length
     self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
-    # A model made in Python may have none.
+    # A custom model may lack the attribute.
     self._has_cache = getattr(model, "has_cache", False)
     self._by_layer = jax.jit(self._unstack) if self._has_cache else None
     self._begin = jax.jit(self._begin_rows, static_argnames="slots")
@@ -98,18 +98,18 @@ class Generator:
       top_p: in (0, 1].
       overflow: what to do, for all rows, once a text exceeds the model's window of M
         tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
-        the cache goes on; each layer of a Dispatcher reaches back 2**K - 1 tokens, of an
-        Extractor and of relative attention M - 1. Attention and learned positions end with the
-        window. "error": such a length is an error.
-      dtype: "model", or "bfloat16" for weights and a computation of 16 bits, which read half the
-        bytes for each token; the text of a seed is then another.
+        the cache continues; each Dispatcher layer reaches back 2**K - 1 tokens, each Extractor
+        or relative attention layer M - 1. Attention and learned positions end with the window.
+        "error": raises an error.
+      dtype: "model", or "bfloat16" for weights and a computation in 16 bits, which read half the
+        bytes for each token; the text of a seed then differs.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample, as a tokenizer's end token does; they are not part
         of it.
 
     Returns:
-      Until all rows are complete, lists of a `Piece` for each: prompt 0's samples, prompt 1's, ...
+      Lists with a `Piece` for each row, until all are complete: prompt 0's samples, prompt 1's, ...
 
     Raises:
       ValueError: a setting is out of range, a prompt is too long or has characters outside
@@ -165,9 +165,9 @@ class Generator:
   def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
     is_stopped, is_cached = [False] * len(rows), self._has_cache
     if self._by_layer is not None:
-      layer_params = self._by_layer(params)  # a step of one token then copies none
+      layer_params = self._by_layer(params)  # so that single-token steps copy none
       longest = max(map(len, rows))
-      size = 1 << (longest - 1).bit_length()  # few sizes are few programs
+      size = 1 << (longest - 1).bit_length()  # few sizes, so few programs
       size = min(size, self._window) if longest <= self._window else size
       slots = self._num_slots(len(rows), longest)
       state = self._begin(layer_params, *_pad(rows, size), keys, slots=slots)
@@ -216,17 +216,17 @@ class Generator:
     return decode.State(last, jnp.asarray(lengths), decode.WindowCache(*window))
 
   def _unstack(self, params):
-    """The parameters layer by layer, matrices in the dtype in which a layer multiplies."""
+    """The parameters by layer, with matrices in the dtype of the layer's products."""
     dtype = getattr(self._model, "dtype", jnp.float32)
     return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, self._model.unstack(params))
 
   def _num_slots(self, batch: int, longest: int) -> int:
-    """The slots of an attention's cache of B rows, for the next call."""
+    """The number of slots in an attention cache of B rows for the next call."""
     caches = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
     most = max((x.keys.shape[2] for x in caches), default=0)
     if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_CACHE:
       return most
-    # A middle counts segments, and the null group besides.
+    # A middle counts segments and the null group.
     needed = longest - 1 + _CHUNK + max(0, most - self._window)
     return min(most, 1 << (max(needed, _LEAST_SLOTS) - 1).bit_length())
 
@@ -240,7 +240,7 @@ class Generator:
   def _step(self, params, keys, is_cached: bool) -> decode.Step:
     def apply(tokens, num_before, **inputs) -> Any:
       if self._draws_boundaries:
-        # The same for a position whenever it is read, so that the past keeps its segments.
+        # Fixed for each position, so that earlier tokens keep their segments.
         inputs["boundary_noise"] = _noise(keys, num_before, tokens.shape[1])
       return self._model.apply({"params": params}, tokens, deterministic=True, **inputs)
 
@@ -264,7 +264,7 @@ class Generator:
 
 
 def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
-  """The modules within `x`, and theirs, with another dtype of the computation."""
+  """Sets the computation dtype of all modules nested in `x`."""
   if isinstance(x, tuple):
     return tuple(_with_dtype(y, dtype) for y in x)
   if not isinstance(x, nn.Module):
@@ -331,7 +331,7 @@ def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.nd
 
 
 def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:
-  """[B, T] in (0, 1), by a row's key and the position in the row."""
+  """[B, T] in (0, 1), determined by a row's key and the position in the row."""
 
   def at(key, position):
     # Token 0 is not drawn, so no token is drawn from this key.

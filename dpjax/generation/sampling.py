@@ -23,7 +23,7 @@ def sample(
     logits [2, 1, 0, -1], top_k = 2            draws from tokens 0 and 1
     probabilities [.5, .3, .15, .05], top_p=.6 draws from tokens 0 and 1 (.5 < .6 <= .8)
 
-  Returns [B], int32. The settings may be traced; those out of range raise a `ValueError` if not.
+  Returns [B], int32. The settings may be traced; otherwise those out of range raise a `ValueError`.
 
   Args:
     logits: [B, V], floats; -inf excludes a token.
@@ -55,7 +55,7 @@ def sample(
   def draw(logits_bv: jax.Array) -> jax.Array:
     x_bv = logits_bv.astype(jnp.float32)
     x_bv = jax.lax.cond((top_k > 0) & (top_k < size), cut_to_k, lambda x: x, x_bv)
-    # Of large logits, float32 may hold only the differences divided by the temperature.
+    # For large logits, only the differences divided by the temperature may fit float32.
     largest_b1 = jnp.max(x_bv, axis=-1, keepdims=True)
     x_bv -= jnp.where(jnp.isfinite(largest_b1), largest_b1, 0)
     scaled_bv = x_bv / jnp.asarray(temperature, jnp.float32)
@@ -84,7 +84,7 @@ def _cut(x_bv: jax.Array, weights_bv: jax.Array, limit: jax.Array) -> jax.Array:
 
   def halve(_, range_b1):
     low_b1, high_b1 = range_b1
-    middle_b1 = (low_b1 & high_b1) + ((low_b1 ^ high_b1) >> 1)  # has no overflow
+    middle_b1 = (low_b1 & high_b1) + ((low_b1 ^ high_b1) >> 1)  # cannot overflow
     above_bv = jnp.where(x_bv > _number(middle_b1), weights_bv, 0)
     stays_b1 = jnp.sum(above_bv, axis=-1, keepdims=True) < limit
     return (jnp.where(stays_b1, low_b1, middle_b1 + 1), jnp.where(stays_b1, middle_b1, high_b1))
@@ -102,5 +102,5 @@ def _rank(x: jax.Array) -> jax.Array:
 
 
 def _number(rank: jax.Array) -> jax.Array:
-  """The float32 of a rank."""
+  """The inverse of `_rank`."""
   return jax.lax.bitcast_convert_type(jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank), jnp.float32)

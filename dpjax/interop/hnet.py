@@ -1,7 +1,7 @@
 """H-Net's checkpoints: the authors' JSON and arrays to (settings, parameters), and back.
 
-A layout is ["m4", ["T1m4", ["T26"], "m4T1"], "m4"]: before, within and after each pooling, layers
-of Mamba-2 (m) and of attention (t), in capitals with a feed-forward network.
+A layout is ["m4", ["T1m4", ["T26"], "m4T1"], "m4"]: layers of Mamba-2 (m) and attention (t) before,
+within and after each pooling; capitals have a feed-forward network.
 
 Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
 """
@@ -25,7 +25,7 @@ from dpjax.interop.torch_arrays import Table
 
 MAX_LENGTH = 8192  # bytes of a row in the authors' training
 _KEYS = ("arch_layout", "d_model", "d_intermediate", "vocab_size", "ssm_cfg", "attn_cfg")
-# What the authors' models have in common.
+# Common to the authors' models.
 _FRAME: dict[str, Any] = dict(
   positions="none",
   norm_position="pre",
@@ -81,11 +81,11 @@ def from_torch(
   Args:
     state_dict: names -> arrays, see `dpjax.interop.from_torch`.
     config: the authors' JSON.
-    max_length: the longest row, which sizes the caches of attention to all positions.
-    dtype: of the computation; "bfloat16" also of matrices and embeddings, but of W_r.
+    max_length: the longest row, which sets the size of full attention's caches.
+    dtype: the dtype of the computation; "bfloat16" also of matrices (not W_r) and embeddings.
 
   Raises:
-    ValueError: a name or a shape is not that of the JSON's model, or the JSON is of another.
+    ValueError: a name or a shape does not match the JSON's model, or the JSON describes another.
   """
   model = make_settings(config, max_length=max_length)
   model.dtype = dtype
@@ -105,10 +105,10 @@ def from_torch(
 def make_settings(
   config: Mapping, *, max_length: int = MAX_LENGTH, factors: Sequence[float] = ()
 ) -> ConfigDict:
-  """`config.model` for the authors' JSON; by default with the paper's targets N of the routing.
+  """`config.model` for the authors' JSON; by default with the paper's routing targets N.
 
   Raises:
-    ValueError: the JSON lacks a setting, or is of a model without pooling or with tied embeddings.
+    ValueError: the JSON lacks a setting, or the model has no pooling or has tied embeddings.
   """
   if missing := [key for key in _KEYS if key not in config]:
     raise UserError(f"config: expected the JSON of an H-Net, got one without {', '.join(missing)}")
@@ -123,7 +123,7 @@ def make_settings(
     raise UserError(f"arch_layout: expected {expected}, got {config['arch_layout']}")
   if config.get("tie_embeddings"):
     raise UserError("tie_embeddings: expected false, as of every released model, got true")
-  # In multiples of 128; 0 where no layer has a network.
+  # Multiples of 128; 0 where no layer has a feed-forward network.
   widths = [-(-width // 128) * 128 for width in config["d_intermediate"]]
   model = config_lib.default_model()
   model.update(**_FRAME, **_DRAWN, vocab_size=config["vocab_size"], max_length=max_length)
@@ -142,7 +142,7 @@ def make_settings(
 
 
 def _make_stack(config: Mapping, depth: int, layout: str) -> dict[str, Any]:
-  """The mixers in turn and the number of layers of "T1m4"."""
+  """The sequence of mixers and the number of layers of "T1m4"."""
   letters = "".join(x * int(n) for x, n in re.findall(r"([mMtT])(\d+)", layout))
   period = next(
     n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters)).startswith(letters)
@@ -177,7 +177,7 @@ def shapes_of(model: Mapping) -> dict[str, tuple[int, ...]]:
 
 
 def find_table(model: Mapping) -> Table | None:
-  """The authors' names for the parameters of `config.model`, if it is an H-Net as theirs."""
+  """The authors' names for the parameters of `config.model`, if it is an H-Net like theirs."""
   stages = [*config_lib.stages_in(model).values()]
   outer = [stage for stage in stages if config_lib.is_pooled(stage)]
   names = {section["name"] for section in config_lib.mixers_in(model).values()}
@@ -219,12 +219,12 @@ def _name_stack(path: str, name: str, mixer: Any, num_layers: int) -> dict[str, 
 
 
 def find(path: Path) -> tuple[Path, Path] | None:
-  """The arrays and the JSON of a released model, of a file or a folder; None without one.
+  """Finds the arrays and the JSON of a released model in a file or folder; None if absent.
 
-  The JSON has the name of the arrays' file, or is the config.json beside it.
+  The JSON is named like the arrays' file, or is the config.json beside it.
 
   Raises:
-    ValueError: there are several, or arrays without a JSON.
+    ValueError: there are several models, or the arrays have no JSON.
   """
   patterns = [f"{folder}*{suffix}" for folder in ("", "*/") for suffix in torch_files.SUFFIXES]
   is_file = path.is_file() and path.suffix in torch_files.SUFFIXES
@@ -241,7 +241,7 @@ def find(path: Path) -> tuple[Path, Path] | None:
 
 
 def names_in(folder: Path) -> list[str]:
-  """The names, relative to a folder of JSON alone, that the arrays of its H-Nets may have."""
+  """The names that H-Net arrays may have, relative to a folder with only their JSON."""
   names = [x.relative_to(folder) for x in (*folder.glob("*.json"), *folder.glob("*/*.json"))]
   names = [x for x in names if "arch_layout" in files.read_json(folder / x)]
   stems = [x.with_name("*") if x.name == "config.json" else x.with_suffix("") for x in names]
@@ -249,7 +249,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def read(arrays: Path, config: Path, **options: Any) -> tuple[ConfigDict, dict]:
-  """`from_torch` of the files of a released model."""
+  """Applies `from_torch` to the files of a released model."""
   try:
     return from_torch(torch_files.open_arrays(arrays), files.load_json(config), **options)
   except UserError as error:

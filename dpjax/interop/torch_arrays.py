@@ -7,7 +7,7 @@ A table has an entry for every parameter of dpjax:
 
 The second form stacks equal layers to [num_layers, ...]. A shape is a string with a letter
 for the size of each axis; "3" stands for 3 D, "1" for itself. Matrices are [out, in] in
-PyTorch and [in, out] here. Of a name with ":0" or ":1" at its end, it is that half of the rows.
+PyTorch and [in, out] here. A name ending in ":0" or ":1" refers to that half of the rows.
 """
 
 import functools
@@ -27,7 +27,7 @@ MATRICES = "kernel", "boundary_predictor/query", "boundary_predictor/key"
 
 
 def find_state(content: Mapping) -> dict:
-  """The names, without "module." of parallel training, and the arrays of a checkpoint."""
+  """A checkpoint's arrays by name, without the prefix "module." of parallel training."""
   state = content
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))
@@ -80,7 +80,7 @@ def _first(names: list[str]) -> str:
 
 
 def find_shapes(params: Mapping, table: Table) -> dict[str, tuple[int, ...]]:
-  """The shapes in PyTorch by name; `params` are a model's by path, perhaps abstract."""
+  """The shapes in PyTorch by name; `params` maps paths to a model's arrays, perhaps abstract."""
   shapes = {}
   for path, (_, names) in table.items():
     is_stack = not isinstance(names, str)
@@ -118,7 +118,7 @@ def read_sizes(arrays: Mapping[str, np.ndarray], table: Table) -> dict[str, int]
 def to_params(state: Mapping, table: Table, dtypes: Mapping[str, Any] | None = None) -> dict:
   """The parameters as a tree; axes are only split, moved and stacked.
 
-  Arrays are read one at a time. `dtypes` are those by path that are not float32.
+  Arrays are read one at a time. `dtypes` maps paths to dtypes other than float32.
   """
   params = {}
   for path, (_, names) in table.items():

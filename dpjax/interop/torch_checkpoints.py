@@ -99,23 +99,23 @@ def from_torch(
     model = dpjax.build_model(model_config)
     logits = model.apply({"params": params}, tokens).logits
 
-  The names tell the models apart. The conversion is linear, so it also converts gradients.
+  The model is recognized by its names. The conversion is linear, so it also converts gradients.
 
   Args:
     state_dict: names -> arrays (NumPy, or tensors of PyTorch), or a whole checkpoint with them
-      under "model_state_dict" or "model_state". From the latter, "model_config" is read, too:
-      the kind of boundaries and the activation, GELU if missing.
-    num_heads: of self-attention, which no name or shape tells (None: 1).
+      under "model_state_dict" or "model_state". The latter's "model_config" is also read:
+      the type of boundaries and the activation, GELU if missing.
+    num_heads: heads of self-attention, which names and shapes do not show (None: 1).
     variant: "paper", or "multihead" for the Dispatcher authors' later file; with one head
       they differ only in the sigmoid of the gates.
     max_length: the longest T; None: the rows of `pos_encoder.pe`, which the pooling model lacks,
-      and 8,192 of an H-Net.
-    boundaries: of the pooling model: "none", "fixed", "whitespace", "unigram", "entropy" or
-      "gumbel"; None if the file tells it, as one without pooling does.
-    shortening_factor: k of fixed boundaries, of which the first is at 0, as in the authors' code.
-    space_ids: the tokens that end a segment of whitespace, or the reference of gumbel's scores.
+      and 8,192 for an H-Net.
+    boundaries: for the pooling model: "none", "fixed", "whitespace", "unigram", "entropy" or
+      "gumbel"; None if the file shows it, as without pooling.
+    shortening_factor: k of fixed boundaries; the first is at 0, as in the authors' code.
+    space_ids: the tokens that end a segment for whitespace, or in the reference of gumbel's scores.
     temperature: tau of gumbel.
-    sample_boundaries: whether gumbel draws boundaries in evaluation, too, like the authors.
+    sample_boundaries: whether gumbel also draws boundaries in evaluation, like the authors.
     config: the JSON of an H-Net, which its arrays need; see `dpjax.interop.hnet.from_torch`.
 
   Returns:
@@ -242,7 +242,7 @@ def _convert_pooled(
 
 
 def _pooled_table(depths: Sequence[int], has_predictor: bool) -> Table:
-  """The table of a model of one stack or three, by the blocks in each."""
+  """The table of a model with one or three stacks, given the number of blocks in each."""
   paths, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
   if len(depths) == 3:
     paths = ("hourglass/first", "hourglass/middle", "hourglass/last")
@@ -261,7 +261,7 @@ def to_torch(model_config: Mapping, params: Mapping) -> dict[str, np.ndarray]:
     torch.save({name: torch.from_numpy(x) for name, x in state.items()}, "model.pt")
 
   Settings that the file does not hold (attention's heads, the offset of fixed boundaries) must be
-  given to `from_torch` again. Other models than the authors' keep dpjax's names, joined by dots.
+  given to `from_torch` again. Models other than the authors' keep dpjax's names, joined by dots.
   """
   flat = traverse_util.flatten_dict(params, sep="/")
   table = _table_of(model_config)
@@ -294,7 +294,7 @@ def _table_of(model: Mapping) -> Table | None:
 
 
 def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
-  # One row of gates a level and head; their 5000 positions have 12 levels.
+  # One row of gates per level and head; their 5000 positions have 12 levels.
   if num_heads == 1 and sizes["E"] == sizes["D"] and 1 <= sizes["K"] <= 12:
     return
   shape = f"{sizes['K']} rows of gates, matrices for {sizes['E']} of the {sizes['D']} features"
@@ -307,7 +307,7 @@ def _check_one_head(sizes: Mapping[str, int], num_heads: int) -> None:
 
 def _check_positions(table: np.ndarray, width: int) -> None:
   here = embeddings.sinusoidal_positions(len(table), width)[:, None]
-  # There the angles are rounded to float32: they are off by up to 5e-4 after 5000 positions.
+  # Their angles are rounded to float32: they are off by up to 5e-4 after 5000 positions.
   if table.shape != here.shape or not np.allclose(table, here, rtol=0, atol=1e-3):
     expected = f"the sinusoidal positions, [max_length, 1, {width}]"
     raise UserError(f"{_POSITIONS}: expected {expected}, got others, {[*table.shape]}")

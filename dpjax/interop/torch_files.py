@@ -1,4 +1,4 @@
-"""Reads named arrays of a `.pt` or `.safetensors` one at a time, without PyTorch and its code."""
+"""Reads named arrays of a `.pt` or `.safetensors` file one at a time, without PyTorch."""
 
 import collections
 import math
@@ -31,17 +31,17 @@ class StoredArray(NamedTuple):
 
 
 def open_arrays(path: Path) -> Mapping[str, Any]:
-  """The content of a file: a mapping of names to `StoredArray`, in a `.pt` perhaps of mappings.
+  """The content of a file: a mapping from names to `StoredArray`, in a `.pt` perhaps nested.
 
   Raises:
-    UserError: the file is damaged, or holds other objects than arrays of 16 or 32 bits.
+    UserError: the file is damaged, or holds objects other than 16- or 32-bit arrays.
   """
   files.check_plain(path)
   try:
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pt(path)
   except UserError:
     raise
-  except Exception as error:  # A damaged file shows as any of several types.
+  except Exception as error:  # A damaged file may raise any of several types.
     if isinstance(error, OSError) and error.errno:
       raise
     reason = f"{type(error).__name__}: {error}"
@@ -68,7 +68,7 @@ def _open_safetensors(path: Path) -> dict[str, StoredArray]:
 
 
 def _open_pt(path: Path) -> Mapping[str, Any]:
-  """A zip archive of a pickle and, uncompressed, the storages that it names."""
+  """Opens a zip archive with a pickle and the uncompressed storages that it names."""
   with zipfile.ZipFile(path) as archive:
     entry = next(x for x in archive.namelist() if x.endswith("data.pkl"))
     with archive.open(entry) as file:
@@ -76,7 +76,7 @@ def _open_pt(path: Path) -> Mapping[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-  """Knows what a dictionary of arrays needs, and no other class or function."""
+  """Allows only the classes and functions that a dictionary of arrays needs."""
 
   def __init__(self, file, path: Path, prefix: str):
     super().__init__(file)

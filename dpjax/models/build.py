@@ -21,7 +21,7 @@ from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 
-# A model, or a function of `config.model` that makes one; None: the settings'.
+# A model, or a function that makes one from `config.model`; None builds the settings' model.
 CustomModel = nn.Module | Callable[[ConfigDict], nn.Module] | None
 
 
@@ -43,7 +43,7 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   _check_frozen(model, frozen)
   core = _core([*config_lib.stages_in(model).values()], frozen)
   is_plain = isinstance(core, Stack)
-  # The last stack of an hourglass may have a norm of its own.
+  # The last stack of an hourglass may have its own norm.
   has_final_norm = model["norm_position"] == "pre" and (is_plain or not model["stack_norms"])
   names = "vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings"
   names += ("embedding_std",)
@@ -64,7 +64,7 @@ def _core(
   extra_length: int = 0,
   num_branches: int = 0,
 ) -> Stack | Hourglass:
-  """The blocks of a model or of a middle, with any pooling within, inside `num_branches`."""
+  """The blocks of a model or a middle, with any inner pooling, within `num_branches` branches."""
   model, *inner = stages
   is_pooled = config_lib.is_pooled(model)
   sections = [model["first"], model["last"]] if is_pooled else [model]
@@ -99,7 +99,7 @@ def _core(
 
 
 def _drawn(model: Mapping) -> dict[str, Any]:
-  """How modules draw their weights, and compute."""
+  """How modules initialize weights and compute."""
   return dict(init_std=model["init_std"], dtype=jnp.dtype(model["dtype"]))
 
 
@@ -184,7 +184,7 @@ def _stack(
 
 
 def _relative_positions(stacks: Sequence[Stack]) -> nn.Module | None:
-  """The positions that mixers share, if there are such mixers."""
+  """The positions that mixers share, if any."""
   mixers = [mixer for stack in stacks for mixer in stack.mixers]
   shared = [mixer.make_positions()() for mixer in mixers if hasattr(mixer, "make_positions")]
   if any(other != shared[0] for other in shared):
@@ -196,13 +196,13 @@ def _relative_positions(stacks: Sequence[Stack]) -> nn.Module | None:
 
 
 def pad_id(settings: ConfigDict) -> int:
-  """The id for padding: if possible a token that ends no word and so adds no segments."""
+  """The id for padding: if possible, a token that does not end a word, and so adds no segments."""
   space_ids = settings.boundaries.get("space_ids", ())
   return next((i for i in range(settings.vocab_size) if i not in space_ids), 0)
 
 
 def frozen_path(model: Any) -> tuple[str, ...]:
-  """The path, in a model's parameters, of those of the frozen model; () without one."""
+  """The path of the frozen model's parameters within a model's; () without a frozen model."""
   if not isinstance(model, LanguageModel) or model.hourglass is None:
     return ()
   needs_run = model.hourglass.boundary_predictor.needs_run
@@ -210,7 +210,7 @@ def frozen_path(model: Any) -> tuple[str, ...]:
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
-  """A model's parameters, with these for the frozen model that its boundaries use."""
+  """Replaces the parameters of the frozen model that a model's boundaries use."""
   inner = params["hourglass"]
   boundaries = {**inner["boundary_predictor"], "frozen": frozen}
   return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}

@@ -32,7 +32,7 @@ from dpjax.models.stack import Stack
 
 
 class InnerBoundaries(NamedTuple):
-  """The boundaries of a second pooling, [B, S], as of `HourglassOutput`."""
+  """The boundaries of a second pooling, [B, S], as in `HourglassOutput`."""
 
   boundaries: jax.Array
   boundary_logits: jax.Array | None
@@ -49,7 +49,7 @@ class HourglassOutput(NamedTuple):
   boundary_logits: jax.Array | None
   cache: HourglassCache | None = None  # the new cache of a step
   boundary_probabilities: jax.Array | None = None
-  inner: InnerBoundaries | None = None  # of a pooling in the middle; None in a step
+  inner: InnerBoundaries | None = None  # a pooling in the middle; None in a step
 
 
 class Hourglass(nn.Module):
@@ -63,15 +63,15 @@ class Hourglass(nn.Module):
     boundary_predictor: `dpjax.layers.boundaries.Boundaries`.
     middle_norm: N, such as `dpjax.layers.Norm()`; not used without a null group.
     relative_positions: see `dpjax.models.LanguageModel`; for all three stacks.
-    middle_width: the width of the middle, with a matrix each way; None means D.
+    middle_width: the width of the middle, with a matrix in each direction; None means D.
     pads_middle: whether a learned vector, appended to each segment, fills a wider middle, whose
       first D features are the result, without matrices.
     middle_positions: like `relative_positions`, for a middle with a width of its own.
-    init_std: of the matrices of `middle_width`; see `dpjax.layers.FeedForward`.
+    init_std: the standard deviation of the `middle_width` matrices; see `dpjax.layers.FeedForward`.
     dtype: the dtype of the computation; parameters are float32.
     first_out_norm: a norm after `first`, or None.
-    middle_out_norm: one after a middle that is no hourglass, of its width, or None.
-    last_out_norm: one after `last`, or None.
+    middle_out_norm: a norm after a middle that is not an hourglass, of its width, or None.
+    last_out_norm: a norm after `last`, or None.
   """
 
   width: int
@@ -91,7 +91,7 @@ class Hourglass(nn.Module):
   last_out_norm: nn.Module | None = None
 
   def setup(self):
-    """Draws the null group, and what leads to the width of the middle and back."""
+    """Creates the null group and the maps to the width of the middle and back."""
     check_settings(self, sizes=("width",) if self.middle_width is None else ("middle_width",))
     if self.boundary_predictor.has_null_group:
       shape = (self.middle_width or self.width,)
@@ -130,7 +130,7 @@ class Hourglass(nn.Module):
       deterministic: False in training.
       boundaries: [B, T], 0 or 1, instead of the module's own.
       boundary_noise: [B, T] in (0, 1), instead of the boundaries' own draws.
-      capacity: an S that holds every row, at most T + 1, with `document_starts` 2 T; None finds it
+      capacity: an S that fits all rows, at most T + 1, or 2 T with `document_starts`; None finds it
         on the device. If it is too small, the result is nan.
       lengths: [B], int32: the number of real tokens in each row; None means all.
       bucket_sizes: the lengths for which the outer stacks are compiled; see `Stack`.
@@ -217,7 +217,7 @@ class Hourglass(nn.Module):
     boundaries: jax.Array | None = None,
     boundary_noise: jax.Array | None = None,
   ) -> HourglassOutput:
-    """The next C tokens of each row, [B, C, D], and the new cache.
+    """Returns the outputs for the next C tokens of each row, [B, C, D], and the new cache.
 
     The middle runs only if a segment ends. `num_before`, [B], int32, is the number of earlier
     tokens in each row; for the other arguments see `__call__`.
@@ -262,7 +262,7 @@ class Hourglass(nn.Module):
     return HourglassOutput(y_bcd, output.boundaries, output.logits, cache, output.probabilities)
 
   def unstack(self, params: Mapping) -> dict:
-    """The parameters, separate for each layer; see `Stack.unstack`."""
+    """Splits the parameters by layer; see `Stack.unstack`."""
     stacks = {name: getattr(self, name) for name in ("first", "middle", "last")}
     params = {**params, **{name: x.unstack(params[name]) for name, x in stacks.items()}}
     frozen = getattr(self.boundary_predictor, "frozen", None)
@@ -281,7 +281,7 @@ class Hourglass(nn.Module):
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D before the first token.
 
-    An hourglass in the middle has the number of segments so far in each row, [B], and its cache.
+    For an inner hourglass it holds the number of segments so far in each row, [B], and its cache.
     """
     middle = self.middle.init_cache(batch, self.middle_width or width)
     if isinstance(self.middle, Hourglass):
@@ -324,7 +324,7 @@ class Hourglass(nn.Module):
     return output._replace(boundaries=boundaries)
 
   def _with_null(self, s_bsd: jax.Array, middle_starts: jax.Array | None = None) -> jax.Array:
-    """Segments behind the null group, which also begins every other document."""
+    """Segments after the null group, which also precedes every further document."""
     null_b1d = jnp.zeros_like(s_bsd, shape=(s_bsd.shape[0], 1, s_bsd.shape[2]))
     if self.boundary_predictor.has_null_group:
       null_b1d = jnp.broadcast_to(self.null_d.astype(s_bsd.dtype)[None, None], null_b1d.shape)
@@ -334,7 +334,7 @@ class Hourglass(nn.Module):
     )
 
   def _projections(self) -> tuple[Callable, Callable]:
-    """Pure functions to the width of the middle, and back."""
+    """Pure functions that map to the width of the middle, and back."""
     if self.middle_width is None:
       return lambda x: x, lambda x: x
     if self.pads_middle:
@@ -365,7 +365,7 @@ class Hourglass(nn.Module):
     return (x_btd if norm is None else norm(x_btd)).astype(dtype)
 
   def _positions(self, stack: Any, length: int | None = None, **options) -> dict[str, Any]:
-    """The positions that the mixers of a stack share, if they do."""
+    """The positions that the mixers of a stack share, if any."""
     module, width = self.relative_positions, self.width
     if stack is self.middle:
       width = self.middle_width or width

@@ -44,7 +44,7 @@ class LanguageModelOutput(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-  """A causal language model around any mixer.
+  """A causal language model with any mixer.
 
   Attributes:
     vocab_size: V.
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
     use_bias: whether the logits have biases.
     tie_embeddings: whether the logits are products with the token table, without a bias (Press
       and Wolf 2017, arXiv:1608.05859).
-    embedding_std: that of the embeddings, N(0, embedding_std**2); 0: `init_std`.
+    embedding_std: embeddings are N(0, embedding_std**2); 0: `init_std`.
   """
 
   vocab_size: int
@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
         output.
       lengths: [B], int32, with a cache: the number of real tokens in each row; None means all.
       document_starts: [B, T], 1 at the first token of each document, else 0. Each document gives
-        the same outputs as alone; rows may be longer than `max_length`, documents may not. None
+        the same outputs as by itself; rows may be longer than `max_length`, documents may not. None
         means that each row is one document.
 
     Raises:

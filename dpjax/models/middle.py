@@ -30,7 +30,7 @@ def segment_buckets(predictor: Boundaries, length: int, has_documents: bool) -> 
   """The lengths for which the middle is compiled."""
   max_segments, num_null = predictor.max_segments(length), int(predictor.has_null_group)
   if has_documents and max_segments is not None:
-    # One a document more than of a row: room for few documents, and for many.
+    # Each document needs one more: sizes for few documents, and for many.
     sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}
   else:
     sizes = {*ops.bucket_sizes(length + num_null, predictor.num_buckets)}
@@ -59,7 +59,7 @@ def read_segments(
   """The upsampled segments for the tokens of a chunk.
 
   `step` is the middle, (segments, caches, lengths) -> (segments, caches); `queue_bsd`, of
-  S = 1 + C places, has the null group and the segments that end in the chunk.
+  S = 1 + C entries, holds the null group and the segments that end in the chunk.
 
   Returns [B, C, D]; the vector for the last real token of each row, [B, D]; the middle's caches.
   """
@@ -102,7 +102,7 @@ def read_segments(
       s_b1d = predictor.smooth(s_b1d, p_bc, latest_bd)
     return count + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), middle
 
-  # A loop of no, one or two rounds; `lax.cond` would copy the caches at every token.
+  # A loop of zero to two iterations; `lax.cond` would copy the caches at every token.
   state = jnp.int32(0), cache.latest, cache.middle
   _, latest_bd, middle = jax.lax.while_loop(
     lambda state: state[0] < jnp.max(waiting_b), advance, state

@@ -1,4 +1,4 @@
-"""Blocks one after the other, scanned over their parameters. B batch, T position, D width."""
+"""Blocks in sequence, scanned over their parameters. B batch, T position, D width."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from dpjax.ops import arrays
 
 
 class BlockGroup(nn.Module):
-  """Blocks in turn, with parameters in `place_0`, `place_1` and so on."""
+  """Alternating blocks, with parameters in `place_0`, `place_1` and so on."""
 
   place: tuple[Block, ...]
 
@@ -24,19 +24,19 @@ class BlockGroup(nn.Module):
 class Stack(nn.Module):
   """Blocks with stacked parameters, scanned or unrolled.
 
-  The parameters of one `block` are [num_layers, ...], in the scope of the stack. Of P > 1 blocks in
-  turn (`Stack.in_turn`), layer i is the block i mod P: whole periods are scanned, with parameters
+  The parameters of one `block` are [num_layers, ...], in the scope of the stack. With P > 1
+  distinct blocks (`in_turn`), layer i is block i mod P: whole periods are scanned, with parameters
   [num_layers // P, ...] in `period.place_p`; num_layers mod P layers follow, with parameters
   [1, ...] in `rest.place_p`.
 
   Attributes:
     num_layers: the number of layers.
-    block: a `dpjax.layers.Block`; None with several blocks in turn.
-    period: the blocks in turn; None if there are fewer layers.
+    block: a `dpjax.layers.Block`; None with alternating blocks.
+    period: the alternating blocks; None if there are fewer layers.
     rest: the blocks of the layers after the last whole period; None without such layers.
     scan_layers: whether to compile one layer, or period, and loop over it.
     remat: whether to keep only each layer's input for the gradient.
-    residual_dtype: the dtype in which branches are summed, and of the result; None: the input's.
+    residual_dtype: the dtype of the sum of branches and of the result; None: the input's.
 
   Raises:
     ValueError: `num_layers` is not a positive integer, or there are no blocks.
@@ -94,7 +94,7 @@ class Stack(nn.Module):
       deterministic: False in training.
       positions: what mixers share, from `dpjax.layers.attention.SharedPositions`.
       document_starts: see `LanguageModel`.
-      bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T alone.
+      bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T only.
       required_length: see `dpjax.ops.run_in_bucket`.
     """
     x_btd = self._residual(x_btd)
@@ -108,7 +108,7 @@ class Stack(nn.Module):
       inputs=inputs,
     )
     if self.remat and len(bucket_sizes) < 2:
-      # Within a scan the loop itself keeps the two passes apart.
+      # Within a scan, the loop itself separates the two passes.
       run = nn.remat(run, prevent_cse=not self.scan_layers)
 
     def run_group(group, x_btd, _):
@@ -140,7 +140,7 @@ class Stack(nn.Module):
     *,
     positions: Any = None,
   ) -> tuple[jax.Array, tuple]:
-    """The next T tokens of each row, [B, T, D], and the new cache of each layer.
+    """Returns the outputs for the next T tokens, [B, T, D], and the new cache of each layer.
 
     Args:
       x_btd: [B, T, D].
@@ -196,7 +196,7 @@ class Stack(nn.Module):
 
   @property
   def blocks(self) -> tuple[Block, ...]:
-    """The blocks in turn."""
+    """The distinct blocks, in order."""
     if self.block is not None:
       return (self.block,)
     group = self.rest if self.period is None else self.period
@@ -205,7 +205,7 @@ class Stack(nn.Module):
 
   @property
   def mixers(self) -> list[Any]:
-    """The mixers in turn."""
+    """The mixers of the distinct blocks, in order."""
     return [block.mixer for block in self.blocks]
 
   @property
@@ -215,7 +215,7 @@ class Stack(nn.Module):
 
   @property
   def num_distances(self) -> int:
-    """The most distances that mixers with shared positions read."""
+    """The maximum number of distances that mixers with shared positions read."""
     return max(block.mixer.max_length for block in self.blocks if _shares(block))
 
   @property
@@ -231,8 +231,8 @@ class Stack(nn.Module):
 
 
 def is_stacked(params: Any) -> Any:
-  """Whether the first axis of each array counts the layers of a `Stack`: a tree of bools."""
-  gains = "mixer_norm/scale"  # of every block: [D], or [num_layers, D]
+  """A tree of bools: whether the first axis of each array indexes the layers of a `Stack`."""
+  gains = "mixer_norm/scale"  # in every block: [D], or [num_layers, D]
 
   def is_of_stack(path, x):
     return x.ndim == 2 and jax.tree_util.keystr(path[-2:], simple=True, separator="/") == gains
@@ -252,10 +252,10 @@ def _layer(tree: Any, i: int) -> Any:
 
 
 def _run_block(block, x_btd, *, deterministic, bucket_sizes, required_length, inputs):
-  """A block, or with several lengths at the smallest that suffices."""
+  """Runs a block, given several lengths at the smallest that suffices."""
   if not _shares(block):
     inputs = {name: x for name, x in inputs.items() if name != "positions"}
-  # Parameters are made by a direct call, which any length would make alike.
+  # A direct call creates the parameters, which are the same for any length.
   if not bucket_sizes or block.is_initializing():
     return block(x_btd, deterministic=deterministic, **inputs)
   has_key = not deterministic and block.has_rng("dropout")

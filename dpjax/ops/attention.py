@@ -23,9 +23,9 @@ from dpjax.ops.products import factor_dtype, product, sum_dtype
 def _block_sizes(length: int) -> dict[str, int]:
   """The default sizes of tiles, by platform.
 
-  By results/ops.json on a CPU; by results/ops_h200.json on a GPU, which launches several
-  kernels for each tile; on a TPU, where tiles should stay in the core's memory, by the bytes that
-  compiled programs move.
+  Chosen by results/ops.json on a CPU; by results/ops_h200.json on a GPU, which launches several
+  kernels for each tile; and on a TPU, where tiles should stay in the core's memory, by the bytes
+  that compiled programs move.
   """
   return {"cpu": 128, "tpu": min(max(256, length // 16), 1024), "default": 1024}
 
@@ -51,7 +51,7 @@ def causal_attention(
   Inputs longer than `block_size` take one tile of block_size x block_size at a time and
   recompute the weights in the backward pass: O(B H block_size**2 + B H T E) memory, and
   reverse-mode derivatives only. The softmax is in float32, or in float64 if an argument is.
-  By default an NVIDIA GPU takes cuDNN's kernel for bfloat16 and float16, where it has one and
+  By default an NVIDIA GPU uses cuDNN's kernel for bfloat16 and float16, if there is one, and
   without dropout, `document_starts` and `window`.
 
   With a window of w, s >= t - w + 1, and tiles outside of this band are skipped: O(T w E) time.
@@ -64,7 +64,7 @@ def causal_attention(
     dropout_key: its random key; the draw also depends on `block_size`.
     document_starts: 1 at the first token of each document, else 0: a position attends only to its
       document. None means that each row is one document.
-    window: w, the maximum number of keys that a query sees, with that of its position; None for
+    window: w, the maximum number of keys that a query sees, including its own; None for
       all.
     block_size: the maximum number of queries and keys of a tile. None: 128 on a CPU, 256 to 1,024
       by T on a TPU, else 1,024 or cuDNN's, and with a window at most that many, or 128.
@@ -84,7 +84,7 @@ def causal_attention(
   def attend(size: int, queries, keys, values):
     if size:
       return tiled(queries, keys, values, None, reach_bt, dropout_rate, dropout_key, size)
-    # JAX's function always takes the softmax in float32.
+    # JAX's function always computes the softmax in float32.
     is_plain = not dropout_rate and len({x.dtype for x in qkv}) == 1
     is_plain &= sum_dtype(*qkv) == jnp.float32
     if is_plain and factor_dtype(queries, keys) is None:
@@ -194,8 +194,8 @@ def rotate(
 
   The product of a rotated query and a rotated key depends on their positions only through the
   distance. E is even; angles [1, T, E / 2] are those of all rows. Fewer than E / 2 angles rotate
-  the first features as if they were all, and leave the others. Computed in float32, or in float64
-  for such inputs.
+  the first features as if they were all, and keep the others. Computed in float32, or in float64
+  for float64 inputs.
 
   Raises:
     ValueError: the shapes do not match.
@@ -219,14 +219,14 @@ def rotate(
 
 
 def check_distances(positions: jax.Array, length: int) -> None:
-  """Checks that there are positions for as many distances."""
+  """Checks that there are positions for `length` distances."""
   if len(positions) < length:
     got = arrays.describe(positions)
     raise ValueError(f"positions: expected R of at least {length} of [R, H, E], got {got}")
 
 
 def _has_cudnn(*qkv: jax.Array) -> bool:
-  """Whether JAX is installed with cuDNN's attention, and it takes these arrays."""
+  """Whether JAX has cuDNN's attention, and it supports these arrays."""
   try:
     can_be = has_cuda() and not is_symbolic(qkv[0])
     return can_be and bool(jax.eval_shape(_attend_by_cudnn, *qkv))
@@ -240,7 +240,7 @@ def _attend_by_cudnn(queries, keys, values) -> jax.Array:
 
 
 def _check(queries, dropout_rate, dropout_key, document_starts, block_size, window=None) -> tuple:
-  """How far back queries see, [B or 1, T] or None, and by platform the size of blocks or 0."""
+  """How far back queries see, [B or 1, T] or None, and the block size by platform, or 0."""
   arrays.check_not_empty(queries=queries)
   arrays.rate("dropout_rate", dropout_rate)
   arrays.key("dropout_key", dropout_key, dropout_rate)
@@ -252,14 +252,14 @@ def _check(queries, dropout_rate, dropout_key, document_starts, block_size, wind
   if document_starts is not None:
     reach_bt = document_positions(document_starts)
   if window is not None and arrays.integer("window", window) < length:
-    if reach_bt is None:  # Of all rows, [1, T], so that devices need not exchange any.
+    if reach_bt is None:  # Shared by all rows, [1, T], so that devices exchange nothing.
       reach_bt = jnp.arange(length, dtype=jnp.int32)[None]
     reach_bt = jnp.minimum(reach_bt, window - 1)
     if block_size is None:
       chosen = {name: min(size, max(window, chosen["cpu"])) for name, size in chosen.items()}
 
   def even(size: int) -> int:
-    # Blocks of a multiple of 8 fill the processor's vectors.
+    # Multiples of 8 fill the processor's vectors.
     return 0 if length <= size else min(size, -(-length // (8 * -(-length // size))) * 8)
 
   sizes = {name: even(size) for name, size in chosen.items()}

@@ -51,14 +51,14 @@ def init_attention_cache(
   arrays.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
   arrays.float_dtype(dtype)
   shape = (batch, num_heads, max_length, features)
-  # An array each: one that two leaves share could not be donated.
+  # Separate arrays: one shared by two leaves could not be donated.
   return AttentionCache(
     jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32)
   )
 
 
 def resize_attention_cache(cache: AttentionCache, max_length: int) -> AttentionCache:
-  """The same rows in M = `max_length` slots, if no row has more tokens than either cache slots.
+  """Copies rows to M = `max_length` slots, if no row has more tokens than either cache has slots.
 
   A step reads all slots, filled or not, so a short cache is fast while rows are short.
   """
@@ -99,16 +99,16 @@ def causal_attention_cached(
   Keys and values are first rounded to the dtype of the cache.
 
   Args:
-    queries: of the tokens of a chunk, 1 <= C <= M.
+    queries: one for each token of a chunk, 1 <= C <= M.
     keys: likewise, in the dtype of `queries`.
     values: likewise.
-    cache: that of the tokens before the chunk; if donated, updated in place.
-    lengths: the number of valid tokens in each row, in 0 .. C. The rest is padding, of any value,
-      even nan. None means all.
+    cache: the cache of the tokens before the chunk; if donated, updated in place.
+    lengths: the number of valid tokens in each row, in 0 .. C. The rest is padding, which may
+      be nan. None means all.
 
   Returns:
     The output, in the dtype of `values`, 0 at the padding; and the cache with the chunk.
-    Traced, outputs from token M on are nan; the cache counts these tokens, but drops them.
+    If traced, outputs from token M on are nan; the cache counts these tokens, but drops them.
 
   Raises:
     ValueError: shapes or dtypes do not match, or C > M. Unless traced, also if `lengths` are
@@ -147,7 +147,7 @@ def relative_attention_cached(
 ) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token to itself and the last tokens, by content and by distance.
 
-  In the letters of `causal_attention_cached`,
+  In the notation of `causal_attention_cached`,
 
     score[b, h, c, s] = ((queries[b, c, h] + content_bias[h]) . k[b, s, h]
                        + (queries[b, c, h] + position_bias[h]) . positions[t - s, h])
@@ -196,7 +196,7 @@ def relative_attention_cached(
   by_distance_bhcr = product("bche,rhe->bhcr", q_bche, positions[:max_length])
   index_bcn = jnp.clip(distance_bcn, 0, max_length - 1)[:, None]
   scores_bhcn += jnp.take_along_axis(by_distance_bhcr, index_bcn, 3, mode="promise_in_bounds")
-  # Neither later tokens, nor lost ones, nor slots without a token yet.
+  # Excludes later tokens, lost ones, and slots without a token yet.
   farthest_bc = jnp.minimum(token_bc, max_length - 1)
   sees_bcn = (distance_bcn >= 0) & (distance_bcn <= farthest_bc[..., None])
   outputs_bche = _attend(scores_bhcn, sees_bcn, all_values, values.dtype)
@@ -217,7 +217,7 @@ def local_attention_cached(
 ) -> tuple[Float[Array, "B C H E"], AttentionCache]:
   """Attends from every token to itself and the last tokens, M in all.
 
-  In the letters of `causal_attention_cached`,
+  In the notation of `causal_attention_cached`,
 
     weights[b, h, c, s] = softmax over t - M < s <= t of queries[b, c, h] . k[b, s, h] / sqrt(E)
     output[b, c, h]     = sum over t - M < s <= t of weights[b, h, c, s] v[b, s, h]
@@ -271,7 +271,7 @@ def local_attention_cached(
   position_n = jnp.arange(num_past + chunk, dtype=jnp.int32)[None]
   q_bnhe = jnp.pad(queries, ((0, 0), (num_past, 0), (0, 0), (0, 0)))
   k_bnhe, v_bnhe = with_past(cache.keys, keys), with_past(cache.values, values)
-  # The row begins behind the slots that no token has filled yet.
+  # The row begins after the slots that no token has filled yet.
   first_b1 = num_past - jnp.minimum(cache.length, num_past)[:, None]
   document_starts = ((position_n == 0) | (position_n == first_b1)).astype(jnp.int32)
   outputs = causal_attention(
@@ -286,7 +286,7 @@ def local_attention_cached(
 
 
 def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool = False):
-  """Checks what the types leave open; returns the lengths as int32, or None."""
+  """Checks what the types do not; returns the lengths as int32, or None."""
   arrays.check_not_empty(queries=queries, **{"cache.keys": cache.keys})
   arrays.check_dtype(queries.dtype, keys=keys, values=values)
   chunk, max_length = queries.shape[1], cache.keys.shape[2]
@@ -306,16 +306,16 @@ def _append_last(keys, values, cache: AttentionCache, slot_bc, lengths) -> Atten
 
 
 def _append(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionCache:
-  """Writes the real tokens of the chunk into the cache, those beyond its end excepted."""
+  """Writes the real tokens of the chunk into the cache, except those beyond its end."""
   chunk = keys.shape[1]
   if lengths is not None:
     slot_bc = jnp.where(is_real(lengths, chunk), slot_bc, cache.keys.shape[2])
   head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
 
-  @jax.vmap  # Rows apart, so that a batch may lie on several devices.
+  @jax.vmap  # Row by row, so that a batch may lie on several devices.
   def write(old_hme, slot_c, new_che):
     new_hce = new_che.astype(old_hme.dtype).swapaxes(0, 1)
-    # Every head by its number: with [:, slot] XLA copies a cache of one row.
+    # Indexes every head: with [:, slot] XLA copies a cache of one row.
     return old_hme.at[head_h[:, None], slot_c[None]].set(new_hce, mode="drop")
 
   return AttentionCache(

@@ -20,7 +20,7 @@ from dpjax.ops.products import product, sum_dtype
 class _Inputs(NamedTuple):
   """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
 
-  Heads come first, so that each takes one product with the positions. `relative` holds these,
+  Heads come first, so that each needs one product with the positions. `relative` holds positions,
   [H, T + S, E], shared by all rows, the farthest first and S future ones last, and the biases [H,
   E].
   """
@@ -219,7 +219,7 @@ def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
   """Undoes `_align_tile`, with 0 elsewhere: [b c], [e f]  ->  [. b c .], [e f . .]."""
   *lead, size, _ = by_scores_hbqs.shape
   padding = [(0, 0)] * len(lead) + [(1, 1), (0, size - 1)]
-  # Once for the two products that read it, or XLA:CPU may compute it in each.
+  # Computed once for the two products that read it; XLA:CPU may else compute it in each.
   rows = lax.optimization_barrier(jnp.pad(by_scores_hbqs, padding))
   flat = rows.reshape(*lead, -1)[..., size : size + 2 * size**2]
   return flat.reshape(*lead, size, 2 * size)

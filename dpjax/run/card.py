@@ -52,7 +52,7 @@ def _components(model: Any) -> set[str]:
 
 
 def foreign_components(run: Any, is_built: bool) -> list[str]:
-  """What `dpjax.run.numpy_model` lacks; a model is built if its settings describe it."""
+  """What `dpjax.run.numpy_model` lacks; `is_built` if the settings describe the model."""
   if not is_built:
     return ["its class"]
   return sorted(_components(run.config.model) - {*numpy_model.FUNCTIONS})
@@ -64,9 +64,9 @@ def write(run: Any, address: str, dtype: str, *, foreign: list[str], license: st
   Args:
     run: a `Run`.
     address: where to load it from: a folder, or hf://OWNER/NAME.
-    dtype: of the parameters.
-    foreign: `foreign_components`.
-    license: the Hub's name of the model's licence; "": none is stated.
+    dtype: the dtype of the parameters.
+    foreign: the result of `foreign_components`.
+    license: the Hub's name for the model's licence; "": not stated.
   """
   from huggingface_hub import EvalResult, ModelCardData
 

@@ -1,12 +1,12 @@
 """Exports a trained run as a small folder for others to load.
 
-  config.json           the settings, as given, and SHA-256 of themselves and of each file below
-                        but the card; frozen.json has those of a model that boundaries use
-  boundaries.json       the settings of boundaries that know tokens by their ids, with these
+  config.json           the settings, as given, and SHA-256 of them and of each file below
+                        except the card; frozen.json has those of a model that boundaries use
+  boundaries.json       the settings of boundaries that use token ids, including these ids
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
   README.md             a model card: scores, and how to load the model
-  numpy_model.py        the model in NumPy alone
+  numpy_model.py        the model in pure NumPy
 
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
@@ -47,21 +47,22 @@ def save(
   license: str = "",
   private: bool = False,
 ) -> None:
-  """Writes a run into a new or empty folder, or commits it to a model, completely or not at all.
+  """Writes a run into a new or empty folder, or commits it to a model on the Hub, atomically.
 
-  A process that is killed may leave a part in a folder that was there, without model.safetensors.
+  A killed process may leave a partial export in an existing folder, without model.safetensors.
 
   Args:
     run: a `Run`.
-    folder: the folder; or the model at the Hugging Face Hub, "hf://OWNER/NAME" or
+    folder: the folder; or the model on the Hugging Face Hub, "hf://OWNER/NAME" or
       "hf://OWNER/NAME@BRANCH", which is made if missing.
-    dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
-      where that keeps every bit, as of an export in bfloat16, or else float32.
-    license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
-    private: whether a model at the Hub is private.
+    dtype: the saved dtype: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16 if
+      that keeps every bit, as for an export in bfloat16, or else float32.
+    license: the Hub's name for the model's licence in the model card, such as "cc-by-4.0".
+    private: whether a model on the Hub is private.
 
   Raises:
-    ValueError: the folder is not empty or cannot be written, the run has none, or no such dtype.
+    ValueError: the folder is not empty or not writable, the run has no folder, or the dtype is
+      unknown.
   """
   if dtype not in ("", *DTYPES):
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
@@ -89,7 +90,7 @@ def save(
       shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"folder: expected a new or an empty one, got {folder}")
-  # An empty folder is filled: it may be somebody's current one, or a mount.
+  # An empty folder is filled in place: it may be a working directory, or a mount.
   exists = folder.exists()
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,14 +129,14 @@ def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> No
   flat: Any = flatten_dict(params, sep=".")
   path = folder / workdir_lib.PARAMETERS
   save_file(flat, path, {"step": str(run.step)})
-  # A model that was made in Python may differ in anything, and its settings do not say it.
+  # A model made in Python may differ from its settings in any way.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   foreign = card.foreign_components(run, repr(run.model) == repr(built))
   text = card.write(run, address, dtype, foreign=foreign, license=license)
   (folder / "README.md").write_text(text, encoding="utf-8")
   if not foreign:
     shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
-  # safetensors makes its file readable for the owner alone.
+  # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = workdir_lib.read_config(run.workdir).to_dict()
   names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
@@ -147,8 +148,8 @@ def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> No
 def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
   """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
-  A `UserError` if the file is damaged, or of another model, dtype or step than `step`. An export
-  without checksums, of a version before these, is read with a warning.
+  Raises a `UserError` if the file is damaged, or has another model, dtype or step than `step`. An
+  export without checksums, from an earlier version, is read with a warning.
   """
   path = folder / workdir_lib.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
@@ -169,7 +170,7 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
       message = f"{path}: expected parameters of this model, got others"
       checkpoints.check_arrays(arrays, {name: x.shape for name, x in expected.items()}, message)
       params = {}
-      for name, x in expected.items():  # Through the host, which holds one array at a time.
+      for name, x in expected.items():  # Via the host, one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
         params[name] = jax.device_put(array, x.sharding)
   except UserError:

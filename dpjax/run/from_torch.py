@@ -1,4 +1,4 @@
-"""Runs of the Dispatcher authors' checkpoints."""
+"""Runs from the Dispatcher authors' checkpoints."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from dpjax.run.run import Run
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
   """Reads a checkpoint of the Dispatcher's authors, with a configuration's data.
 
-  These files hold no vocabulary: `config.data` must make the authors', as
+  These files do not have a vocabulary: `config.data` must make the authors', as
   configs/dispatcher_wikitext2.py does. The pooling paper's authors number characters by
   frequency: read their files with `dpjax.interop.from_torch`.
 
   Args:
     file: a file that the authors' scripts saved.
-    config: names mixer, heads, longest input, data and tokenizer.
+    config: gives the mixer, heads, longest input, data and tokenizer.
     folder: the folder of the tokens, made if missing.
 
   Raises:
@@ -37,7 +37,7 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     content = torch.load(file, map_location="cpu", weights_only=True)
   except (MemoryError, OSError):
     raise
-  except Exception as error:  # A damaged file shows as any of several types.
+  except Exception as error:  # A damaged file can raise any of several types.
     message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     raise UserError(message) from error
   config = sections.expand_paths(config)

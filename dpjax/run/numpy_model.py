@@ -1,4 +1,4 @@
-"""An exported model in NumPy alone, without dropout. An export has a copy beside its arrays.
+"""An exported model in pure NumPy, without dropout. An export has a copy beside its arrays.
 
   python numpy_model.py FOLDER 5 17 3       prints the tokens that are likely to follow these
 
@@ -6,10 +6,10 @@
   logits([5, 17, 3])                        [T] -> [T, V]; row t is for token t + 1
 
 Tokens are ids of the vocabulary in data/tokenizer.json, at most `max_length` of config.json.
-In the functions below, `p` has arrays by their names in model.safetensors, and `model` the
-settings `config.model`. A matrix is [in, out]; heads lie side by side among the features; arrays
-of a stack of layers have the layers as their first axis. A model in bfloat16 agrees up to rounding,
-and boundaries that dpjax samples are those of probability above one half.
+In the functions below, `p` maps names in model.safetensors to arrays, and `model` has the
+settings `config.model`. A matrix is [in, out]; the features of heads are concatenated; arrays of a
+stack of layers have the layers as their first axis. A model in bfloat16 agrees up to rounding, and
+boundaries that dpjax samples are placed where their probability is above one half.
 """
 
 import json
@@ -20,7 +20,7 @@ import sys
 import numpy as np
 
 
-def read_arrays(path):  # a file of safetensors: the size of its header, the header, the arrays
+def read_arrays(path):  # a safetensors file: the size of the header, the header, the arrays
   with open(path, "rb") as file:
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     content = file.read()
@@ -40,14 +40,14 @@ def load(folder):
   folder = pathlib.Path(folder)
   read = lambda name: json.loads((folder / name).read_text(encoding="utf-8"))
   model, arrays = read("config.json")["model"], read_arrays(folder / "model.safetensors")
-  if (folder / "boundaries.json").exists():  # of settings that the tokenizer filled in
+  if (folder / "boundaries.json").exists():  # with settings that the tokenizer filled in
     model["boundaries"] = read("boundaries.json")
   if (folder / "frozen.json").exists():
     model["boundaries"]["frozen"] = read("frozen.json")
   return lambda tokens: forward(tokens, arrays, model)
 
 
-def part(p, name):  # the arrays with this first part of their names
+def part(p, name):  # the arrays whose names begin with this part
   return {key[len(name) + 1 :]: x for key, x in p.items() if key.startswith(name + ".")}
 
 
@@ -125,7 +125,7 @@ def mamba2(p, x, mixer):
   return linear(part(p, "out"), g.astype(np.float32))
 
 
-def rotate(x, base, features):  # [T, H, E]; of the first features, the pairs are (i, i + E / 2)
+def rotate(x, base, features):  # [T, H, E]; rotates pairs (i, i + E / 2) of the first features
   x, rest = np.split(x, [features or x.shape[2]], -1)
   angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
   cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]

@@ -21,7 +21,7 @@ from dpjax.text.tokenizer import Tokenizer
 def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
   """Opens the corpus in `folder`, and tokenizes it first if it is missing.
 
-  The tokens lie in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
+  The tokens are in data_dir/tokens, for all runs with the same data, and `folder` refers to them.
   Without `config.data.tokenizer.file`, `config.train.init_from` gives the tokenizer. `fresh`
   replaces an existing corpus.
 
@@ -45,7 +45,7 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
 
 
 def find_tokens(config: ConfigDict, data: Tokens) -> Tokens:
-  """The tokens of a run; missing ones are made again in data_dir."""
+  """The tokens of a run; missing ones are recreated in data_dir."""
   return data if data.has_tokens else _on_all_processes(config, data)
 
 
@@ -67,7 +67,7 @@ def _on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
 
 
 def _encode_again(config: ConfigDict, before: Tokens) -> Tokens:
-  """Makes the tokens of a run again, from the same text."""
+  """Recreates the tokens of a run from the same text."""
   try:
     data = _encode(config, before.tokenizer)
   except UserError as error:
@@ -88,12 +88,12 @@ def _encode_again(config: ConfigDict, before: Tokens) -> Tokens:
 
 
 def _text_boundaries(config: ConfigDict) -> Any:
-  """What computes boundaries from the text, or None."""
+  """The object that computes boundaries from the text, or None."""
   return next((x.text_boundaries for x in build_boundaries(config.model)[:1]), None)
 
 
 def _encode(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tokens:
-  """The tokens in `data.path`, or in data_dir, encoded if missing, perhaps by a run's tokenizer."""
+  """The tokens in `data.path` or data_dir, encoded if missing, with `run_tokenizer` if needed."""
   data, options = config.data, {}
   tokenizer: Any = _loaded_tokenizer(config, run_tokenizer)
   if data.path and Path(data.path, "train.bin").is_file():
@@ -146,14 +146,14 @@ def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> To
     if source and not file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")
     return None
-  # Of an unassigned character, which no vocabulary has.
+  # U+0378 is unassigned, so that no vocabulary has it.
   if run_tokenizer is None and tokenizer.unknown_id is None and not len(tokenizer.encode("\u0378")):
     expected = "expected a tokenizer with bytes or an unknown token"
     raise UserError(f"{key}: {expected}, got {source}, whose drops what it does not know")
   fields = {**tokenizer.fields(), "name": tokenizer.name}
   for name in ("name", "lower_text", "lower_pieces"):
     value = config.data.tokenizer.get(name)
-    # A default may not have been chosen.
+    # A default may not be the user's choice.
     if value not in (None, "characters", False, fields.get(name)):
       expected = f"expected {fields.get(name, False)}, as in the tokenizer of {source}"
       raise UserError(f"{_tokenizer_key(name)}: {expected}, got {value}")

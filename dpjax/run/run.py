@@ -32,10 +32,10 @@ from dpjax.training import step as step_lib
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A trained model with everything that you need to use it.
+  """A trained model with everything needed to use it.
 
   Attributes:
-    config: the settings, with those that follow from the tokenizer.
+    config: the settings, including those that follow from the tokenizer.
     model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; one made in
       Python may have another class.
     tokenizer: has `encode` and `decode`.
@@ -77,7 +77,7 @@ class Run:
     """Scores a text, including its first token.
 
     Args:
-      text: a text.
+      text: the text.
       window: tokens that the model sees at once; 0: `config.eval.window`.
       stride: how many of these are scored, with the others as context; 0: `config.eval.stride`.
       progress: whether to show a progress bar.
@@ -117,10 +117,10 @@ class Run:
       isolate_documents: whether to score each document by itself, after a start token; None:
         `config.data.isolate_documents`.
       progress: whether to show a progress bar.
-      folder: where to write the scores, too, as JSON; None: nowhere.
+      folder: where to also write the scores, as JSON; None: nowhere.
 
     Raises:
-      ValueError: there is no such split, its tokens have changed, or see `score`.
+      ValueError: the split does not exist, its tokens have changed, or as for `score`.
     """
     default = self.config.data.isolate_documents
     isolate = default if isolate_documents is None else isolate_documents
@@ -144,7 +144,7 @@ class Run:
       try:
         files.write_json(Path(folder, f"{name}.json"), content)
       except OSError:
-        print(table(scores), flush=True)  # They may have taken hours.
+        print(table(scores), flush=True)  # Scoring may have taken hours.
         raise
     return scores
 
@@ -152,7 +152,7 @@ class Run:
     """The tokens of a split of the run's corpus, [N]; recreates missing files.
 
     Raises:
-      ValueError: there is no such split, or its tokens have changed.
+      ValueError: the split does not exist, or its tokens have changed.
     """
     return self._data_with(split, isolate=False).splits[split]
 
@@ -177,7 +177,7 @@ class Run:
 
     Args:
       prompt: a text, or several; "" starts a text.
-      **settings: see `dpjax.generation.Generator.stream`, also for what is raised; by default
+      **settings: see `dpjax.generation.Generator.stream`, also for the errors; by default
         `config.sample`.
 
     Returns:
@@ -193,14 +193,14 @@ class Run:
   def stream(
     self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
   ) -> Iterator[list[generator.Piece]]:
-    """`generate`, as text comes; see `dpjax.generation.Generator.stream`."""
+    """Like `generate`, but yields text as it arrives; see `dpjax.generation.Generator.stream`."""
     if not isinstance(prompt, Sequence):
       raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     return self._generator.stream(self.params, prompts, **settings)
 
   def dispatch_matrices(self, text: str) -> list[np.ndarray]:
-    """`dpjax.ops.dispatch_matrix` of a text of 1 to `window` tokens, for each layer [H, T, T].
+    """`dpjax.ops.dispatch_matrix` [H, T, T] of each layer, for a text of 1 to `window` tokens.
 
       matrices[layer][h, t, s]: the weight of the value at position s for position t
 
@@ -241,14 +241,14 @@ class Run:
     license: str = "",
     private: bool = False,
   ) -> None:
-    """Writes a small folder to load elsewhere, or a model at the Hugging Face Hub.
+    """Writes a small folder to load elsewhere, or a model on the Hugging Face Hub.
 
     Args:
       folder: a new or empty folder, or "hf://OWNER/NAME" or "hf://OWNER/NAME@BRANCH".
-      dtype: of the parameters: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
-        where that keeps every bit, as of an export in bfloat16, or else float32.
-      license: the Hub's name of the model's licence for the model card, such as "cc-by-4.0".
-      private: whether a model at the Hub is private.
+      dtype: the saved dtype: "float32" keeps every bit, "bfloat16" halves the size; "": bfloat16
+        if that keeps every bit, as for an export in bfloat16, or else float32.
+      license: the Hub's name for the model's licence in the model card, such as "cc-by-4.0".
+      private: whether a model on the Hub is private.
 
     Raises:
       ValueError: see `dpjax.run.export.save`.
@@ -288,17 +288,17 @@ def load(
   """Reads a run from its folder, its parameters replicated or sharded as in training.
 
   Args:
-    workdir: a folder that `train` or `Run.save` wrote, or a model at the Hugging Face Hub,
-      "hf://OWNER/NAME" or "hf://OWNER/NAME@REVISION". Reading it runs no code of the folder.
-      Also an H-Net as its authors release it: a folder, or the path, of one `.pt` or
-      `.safetensors` with its JSON.
-    step: the step of the checkpoint; None is the best by validation, or with a warning the one
-      before a damaged one.
+    workdir: a folder that `train` or `Run.save` wrote, or a model on the Hugging Face Hub,
+      "hf://OWNER/NAME" or "hf://OWNER/NAME@REVISION". Code in the folder is not run. Also an
+      H-Net released by its authors: the folder, or the path, of one `.pt` or `.safetensors` with
+      its JSON.
+    step: the step of the checkpoint; None: the best by validation or, with a warning, the one
+      before if that is damaged.
     model: the `model` given to `train`, if any.
-    dtype: of an H-Net of its authors: "bfloat16" computes in it, and halves the memory.
+    dtype: for an H-Net released by its authors: "bfloat16" computes in it, and halves the memory.
 
   Raises:
-    ValueError: there is no run, no such step, or no intact checkpoint of finite numbers.
+    ValueError: the run or step does not exist, or no checkpoint is intact and finite.
     OSError: a file cannot be read.
   """
   workdir = workdir_lib.find(workdir)
@@ -312,7 +312,7 @@ def load(
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
-  # Of a checkpoint, only the parameters are read.
+  # Only the parameters of a checkpoint are read.
   abstract = step_lib.abstract_state(
     built, optax.identity(), config.seed, sharding.make_mesh(), config.train.param_sharding
   )
@@ -328,7 +328,7 @@ def load(
 
 
 def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
-  """An H-Net as its authors release it."""
+  """An H-Net released by its authors."""
   config = config_lib.default()
   config.model, params = hnet.read(arrays, config_file, dtype=dtype)
   _check_finite(params, folder)

@@ -51,9 +51,9 @@ def train(
     model: replaces that of `config.model`: a module, or a function of `config.model` that makes
       one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
       with `logits`, [B, T, V]. Pass the same model to resume or load the run.
-    optimizer: replaces the optimizer of `config.train`, with its schedule and clipping: any of
-      Optax that needs only the gradients, the parameters and the `value` of the loss.
-    callbacks: functions of each report; training ends if one returns True.
+    optimizer: replaces the optimizer, schedule and clipping of `config.train`: any Optax
+      optimizer that needs only the gradients, the parameters and the `value` of the loss.
+    callbacks: called with each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
 
@@ -63,7 +63,7 @@ def train(
   Raises:
     ValueError: `setting: expected ..., got ...`.
     dpjax.training.loop.NonFiniteError: the training diverged.
-    dpjax.errors.Interrupted: a signal or `should_stop` stopped training, which was saved.
+    dpjax.errors.Interrupted: a signal or `should_stop` stopped training after a checkpoint.
   """
   settings, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(settings)
@@ -107,7 +107,7 @@ def train(
 
 
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
-  """Makes the folder of a run and its tokens, as `train` begins."""
+  """Makes the folder of a run and its tokens, as `train` does first."""
   config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
   config_lib.check(config)
   with workdir_lib.lock(workdir):
@@ -128,7 +128,7 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   folder, data_dir = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
   if data_dir.is_relative_to(folder):
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
-  # Without a checkpoint, its tokens may be those of other settings.
+  # Without a checkpoint, its tokens may be from other settings.
   fresh = not (resumes and workdir_lib.has_saved(workdir))
   return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
 
@@ -168,7 +168,7 @@ def _intervals(settings: ConfigDict, steps_per_epoch: int) -> loop.Intervals:
 def make_step_spec(
   config: ConfigDict, model: Any, num_steps: int, optimizer: Any = None
 ) -> loop.TrainStepSpec:
-  """An update of a model by `config.train`, with another optimizer unless it is None."""
+  """The training step of `config.train`; `optimizer`, unless None, replaces its optimizer."""
   settings, rate = config.train, None
   if optimizer is None:
     rate = optimizers.build_schedule(settings, num_steps)
@@ -211,7 +211,7 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
 
 
 def _check_memory(state: Any, param_sharding: str) -> None:
-  """A `UserError` if a state exceeds the memory of a CPU, where XLA may never return."""
+  """Raises a `UserError` if a state exceeds the memory of a CPU, since XLA may then hang."""
   memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
@@ -226,7 +226,7 @@ def _check_memory(state: Any, param_sharding: str) -> None:
 
 
 def _origin(data: Tokens) -> dict[str, str]:
-  """What must not change on resume, besides the settings."""
+  """Values besides the settings that must not change on resume."""
   origin = {"tokenizer": data.tokenizer.to_json(), "training text": data.counts["train"]["sha256"]}
   if data.fitted:
     origin["unigram model"] = hashlib.sha256(data.fitted).hexdigest()
@@ -245,7 +245,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
   tokenizer = data.tokenizer.name
   if not data.tokenizer.lossless:
     print(f"tokens of {tokenizer} do not hold the whole text: no bits per character or byte")
-  # The train split has no unknown characters if these are its own.
+  # A vocabulary of the train split's own characters covers it.
   source = config.data.tokenizer.file or config.train.init_from
   splits = [x for x in data.splits if x != "train" or source or tokenizer != "characters"]
   if unknown := data.tokenizer.describe_unknown({x: data.splits[x] for x in splits}):
@@ -253,7 +253,7 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
 
 
 def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
-  """A function that reads the initial parameters, if they are not drawn."""
+  """A function that reads the initial parameters; None if they are drawn."""
   key, folder = "train.init_from", run.config.train.init_from
   if frozen is None and not folder:
     return None
@@ -287,7 +287,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
 
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
-  """The run whose model the boundaries use, unless the folder has it."""
+  """The run whose model the boundaries use, unless the folder already has it."""
   if not workdir_lib.needs_run(config) or workdir_lib.has_saved(workdir):
     return None
   key = "model.boundaries.run"
@@ -297,7 +297,7 @@ def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run 
 
 
 def check_frozen(run: Run, key: str = "run") -> None:
-  """A `UserError` if a run's boundaries are drawn in evaluation, or use another model."""
+  """Raises a `UserError` if a run's boundaries are drawn in evaluation, or use another model."""
   boundaries = build.build_boundaries(run.config.model)
   if any(each.needs_run or each.samples_in_eval for each in boundaries):
     raise UserError(

@@ -8,7 +8,7 @@ checkpoints/     the last, and the best by validation
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
 scores_<split>_<step>.json    scores of a whole split, by train.py and evaluate.py
-lock             locked by the training process; names its host and number
+lock             locked by the training process; has its host and process id
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from dpjax.files import try_lock, write_json
 from dpjax.interop import hnet
 from dpjax.training import checkpoints
 
-PARAMETERS = "model.safetensors"  # of an exported run, in the place of checkpoints
-# The files of an exported run; the first four are in each. Its users may change the card.
+PARAMETERS = "model.safetensors"  # of an exported run, instead of checkpoints
+# The files of an exported run; the first four are in every export. Users may change the card.
 _EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
 CHECKED = (*_EACH[1:], "frozen.json", "boundaries.json", "data/unigram.model")
 EXPORTED = ("config.json", "README.md", *CHECKED)
-# How the names begin of what training writes into the folder, with any endings.
+# The beginnings of the names that training writes into the folder, with any endings.
 _WRITTEN = (
   r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 )
 
 
 def find(address: str | Path) -> Path:
-  """The folder of a run, with ~ expanded; that of a model hf://OWNER/NAME[@REVISION] is downloaded.
+  """The folder of a run, with ~ expanded; downloads a model hf://OWNER/NAME[@REVISION].
 
-  A `UserError` if the model cannot be read, is not of dpjax, or its small files have changed; or a
-  file of a run is not a regular one with one name (those of an export may be hard links, as package
-  managers make them).
+  Raises a `UserError` if the model cannot be read, is not from dpjax, or its small files have
+  changed; or a file of a run is not a regular file, or has a hard link (those of an export may be
+  hard links, as package managers make them).
   """
   if not hub.is_address(address):
     folder = Path(os.path.expanduser(address))
@@ -67,7 +67,7 @@ def find(address: str | Path) -> Path:
 
 
 def _download_released(address: str) -> Path | None:
-  """The folder, or the file, of a model at the Hub that is an H-Net of its authors; else None."""
+  """The folder or file of a Hub model that is an H-Net released by its authors; else None."""
   folder = hub.download(address, ["*.json"])
   names = hnet.names_in(folder)
   return hub.download(address, ["*.json", *names]) if names else None
@@ -89,8 +89,8 @@ def check_exported(folder: Path, *names: str) -> bool:
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
-  A `UserError` if another process trains in it, it is an exported run, it cannot be written, a
-  file of it is a link or not a regular file, or it is removed.
+  Raises a `UserError` if another process trains in it, it is an exported run, it cannot be
+  written, a file in it is a link or not a regular file, or it is removed.
   """
   if is_exported(workdir):
     hint = "to train on, take a new workdir and it as train.init_from"
@@ -120,7 +120,7 @@ def _open_lock(workdir: Path) -> IO[str]:
     owner = file.read().strip() or "another process"
     file.close()
     raise UserError(f"workdir: expected a folder that is free, got {workdir}, locked by {owner}")
-  with contextlib.suppress(OSError):  # The name is only for people.
+  with contextlib.suppress(OSError):  # The name is only informative.
     file.truncate(0)
     file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -128,20 +128,20 @@ def _open_lock(workdir: Path) -> IO[str]:
 
 
 def check_files(workdir: Path, *, to_write: bool = False) -> None:
-  """A `UserError` if a file of a run is a device or a pipe, or has a second name, a hard link.
+  """Raises a `UserError` if a file of a run is a device or a pipe, or has a hard link.
 
-  With `to_write`, also if it is a link out of the folder: training would change another file.
+  With `to_write`, also if it links out of the folder: training would change another file.
   """
   entries = workdir.iterdir() if workdir.is_dir() else ()
   for entry in [entry for entry in entries if re.match(_WRITTEN, entry.name)]:
     inner = (Path(place, x) for place, folders, names in os.walk(entry) for x in folders + names)
     for path in (entry, *inner):
-      with contextlib.suppress(FileNotFoundError):  # of a run in training
+      with contextlib.suppress(FileNotFoundError):  # training may have removed it
         _check_file(workdir, path, to_write)
 
 
 def _check_file(workdir: Path, path: Path, to_write: bool) -> None:
-  target = Path(os.path.realpath(path))  # also of a loop
+  target = Path(os.path.realpath(path))  # also for a loop of links
   if to_write and path.is_symlink() and not target.is_relative_to(os.path.realpath(workdir)):
     raise UserError(
       f"workdir: expected a run whose files are in its folder, got {path}, a link to "
@@ -157,7 +157,7 @@ def _check_file(workdir: Path, path: Path, to_write: bool) -> None:
 
 
 def resumes(workdir: Path, config: ConfigDict) -> bool:
-  """Whether training resumes a run; a `UserError` if that has other settings."""
+  """Whether training resumes a run; a `UserError` if the run has other settings."""
   path = workdir / "config.json"
   if not path.exists():
     saved = (workdir / "checkpoints").glob("*")
@@ -185,7 +185,7 @@ def is_exported(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-  """Whether a folder belongs to a run, an exported run, or an H-Net of its authors."""
+  """Whether a folder has a run, an exported run, or an H-Net released by its authors."""
   has_run = (folder / "checkpoints").is_dir() or is_exported(folder)
   return has_run or hnet.find(folder) is not None
 
@@ -196,7 +196,7 @@ def has_saved(workdir: Path) -> bool:
 
 
 def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = None) -> None:
-  """Writes the settings, as given, and those of the model of its boundaries."""
+  """Writes the settings, as given, and those of the model that the boundaries use."""
 
   def write() -> None:
     try:
@@ -230,7 +230,7 @@ def needs_run(config: ConfigDict) -> bool:
 
 
 def on_first_process(work: Callable[[], Any]) -> None:
-  """Runs a function on the first process; the others wait, and all raise an error if it does."""
+  """Runs a function on the first process; the others wait, and all raise if it fails."""
   if jax.process_count() == 1:
     work()
     return
@@ -240,7 +240,7 @@ def on_first_process(work: Callable[[], Any]) -> None:
   if jax.process_index() == 0:
     try:
       work()
-    except Exception as caught:  # of any type: the others would wait for ever
+    except Exception as caught:  # of any type; otherwise the others would wait forever
       error = caught
   if multihost_utils.broadcast_one_to_all(np.uint8(error is not None)):
     raise error or UserError("process 0 cannot begin the run; see that process's log")

@@ -9,15 +9,15 @@ from dpjax.text.tokenizer import Tokenizer, as_ids, file_error
 
 
 def check_no_file(name: str, file: str) -> None:
-  """A `UserError` for a vocabulary file, which characters and bytes do not have."""
+  """Raises a `UserError` for a vocabulary file, which characters and bytes do not have."""
   if file:
     raise file_error(f"none, or a run's folder, with the tokenizer {name}", file)
 
 
 class Characters(Tokenizer):
-  r"""One id for each character, by code point; the last one, V - 1, for all others, U+FFFD.
+  r"""One id per character, by code point; the last id, V - 1, is for all others, U+FFFD.
 
-  of "to be\nor not":  encode("be\n")  ->  [2, 3, 0]    decode([2, 3, 8])  ->  "be\ufffd"
+  for "to be\nor not":  encode("be\n")  ->  [2, 3, 0]    decode([2, 3, 8])  ->  "be\ufffd"
   """
 
   name = "characters"
@@ -29,7 +29,7 @@ class Characters(Tokenizer):
     self.vocab_size = len(characters) + 1
     self.unknown_id = self.vocab_size - 1
     points = list(map(ord, characters))
-    # Ids by code point; the last one is that of all points beyond.
+    # Ids by code point; the last entry is for all points beyond.
     self._table = np.full(max(points, default=0) + 2, self.vocab_size - 1, np.int32)
     self._table[points] = np.arange(len(points))
     self.start_id = max(0, characters.find("\n"))
@@ -89,7 +89,7 @@ class Bytes(Tokenizer):
 
   @classmethod
   def train(cls, chunks: Iterable[str], *, file: str = "") -> "Bytes":
-    """The same for every text.
+    """Returns the same tokenizer for every text.
 
     Args:
       chunks: the text.
@@ -116,7 +116,7 @@ class Bytes(Tokenizer):
 
 
 class BytesWithEnds(Bytes):
-  """Bytes of which two that UTF-8 does not have begin and end a text, as in H-Net."""
+  """Bytes, with two that UTF-8 does not use as the beginning and end of a text, as in H-Net."""
 
   name = "bytes_with_ends"
   start_id = 254

@@ -27,8 +27,8 @@ def train_tokenizer(name: str, chunks: Iterable[str], **settings: Any) -> Tokeni
   Args:
     name: a key of `TOKENIZERS`.
     chunks: the text in parts, preferably cut after line ends; not a bare iterator.
-    **settings: those of `data.tokenizer` with this name: the arguments of the class's `train`. A
-      `file` is loaded, otherwise a vocabulary of `vocab_size` entries is trained.
+    **settings: the settings of this `data.tokenizer`, the arguments of the class's `train`. A
+      `file` is loaded; without one, a vocabulary of `vocab_size` entries is trained.
 
   Returns:
     The tokenizer; equal arguments give an equal one.

@@ -1,4 +1,4 @@
-"""BPE and WordPiece over the `tokenizers` library; a BPE that is trained here is lossless."""
+"""BPE and WordPiece from the `tokenizers` library; a BPE that is trained here is lossless."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"  # GPT-2's mark between documents
 
 
 def library_tokenizer(content: dict):
-  """A tokenizer of the `tokenizers` library from its own JSON; a `ValueError` if it is none."""
+  """A tokenizer of the `tokenizers` library from its own JSON; a `ValueError` if it is invalid."""
   from tokenizers import Tokenizer as LibraryTokenizer
 
   return library_call(LibraryTokenizer.from_str, json.dumps(content))
@@ -41,7 +41,7 @@ def library_call(call, *arguments, **options):
   try:
     return call(*arguments, **options)
   except BaseException as error:
-    # A panic is no Exception.
+    # A panic is not an Exception.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
       raise
     answer = " ".join(str(error).split())
@@ -53,7 +53,7 @@ def library_call(call, *arguments, **options):
 class BytePairs(Tokenizer):
   """BPE of the `tokenizers` library: GPT-2's, or as described by a file.
 
-  To encode takes over 100 bytes of memory a character, so long texts are best given in chunks.
+  Encoding takes over 100 bytes of memory per character, so pass long texts in chunks.
   """
 
   name = "bpe"
@@ -63,7 +63,7 @@ class BytePairs(Tokenizer):
     self._raw = raw
     if type(raw.model).__name__ != "BPE" or raw.decoder is None:
       raise UserError("a tokenizer that is not BPE")
-    raw.no_truncation()  # A file can ask for these three.
+    raw.no_truncation()  # A file may enable these three.
     raw.no_padding()
     raw.model.dropout = None
     self.vocab_size = max(raw.get_vocab().values(), default=-1) + 1  # Ids may have gaps.
@@ -104,7 +104,7 @@ class BytePairs(Tokenizer):
     Args:
       chunks: the text.
       file: a `tokenizer.json`, `<any>merges.txt` beside `<any>vocab.json`, or their folder.
-      vocab_size: the largest number of pieces that are trained, at least 257.
+      vocab_size: the maximum number of pieces to train, at least 257.
     """
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -155,9 +155,9 @@ class WordPiece(Tokenizer):
   r"""BERT's WordPiece, cased, with a line-end token for each "\n"; not lossless.
 
   The vocabulary is the file's, and a line ends with its `[SEP]` or an added `<eos>`; its pieces may
-  be lower-cased, and restricted to those of the train split. A restricted one has the order of the
+  be lower-cased, and restricted to those of the train split. A restricted one uses the order of the
   Dispatcher's authors: `<unk>`, `<pad>`, `<sos>`, `<eos>`, then the pieces by decreasing frequency,
-  ties by their characters.
+  ties in the order of their characters.
   """
 
   name = "wordpiece"
@@ -191,7 +191,7 @@ class WordPiece(Tokenizer):
       chunks: the text.
       file: a `vocab.txt`, one piece on each line, including `[UNK]`; without `[SEP]`, `<eos>` is
         added for the line end.
-      vocab_size: the largest number of pieces that are trained.
+      vocab_size: the maximum number of pieces to train.
       lower_text: whether to lower-case the text first.
       lower_pieces: whether to lower-case the pieces, found in the cased text.
       restrict_vocabulary: whether to keep only the pieces in this text.

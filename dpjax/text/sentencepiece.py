@@ -26,11 +26,11 @@ SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 class SentencePiece(Tokenizer):
   r"""SentencePiece, as Unigram or BPE; models trained here are lossless.
 
-  A line end is the piece of "\n" if the model has it, else its end-of-sentence id.
+  A line end is encoded as the piece "\n" if the model has it, else as its end-of-sentence id.
   """
 
   def __init__(self, model: bytes):
-    """Takes the content of a `.model` file; a `ValueError` if it is none."""
+    """Takes the content of a `.model` file; a `ValueError` if it is invalid."""
     import sentencepiece
 
     try:
@@ -55,12 +55,12 @@ class SentencePiece(Tokenizer):
   def train(
     cls, chunks: Iterable[str], *, file: str = "", vocab_size: int = 8000
   ) -> "SentencePiece":
-    """Loads a model of SentencePiece, or trains one with bytes, marks, space and line end.
+    """Loads a SentencePiece model, or trains one with bytes, marks, space and line end.
 
     Args:
       chunks: the text.
       file: a `.model`.
-      vocab_size: the number of pieces that are trained.
+      vocab_size: the number of pieces to train.
     """
     if file:
       try:
@@ -78,10 +78,10 @@ class SentencePiece(Tokenizer):
     return cls(train_pieces(lines, "data.tokenizer.vocab_size", vocab_size, **lossless))
 
   def _encode(self, text: str) -> np.ndarray:
-    parts = list(cut_lines(text, 2**14))  # its time is not linear in a part's length
+    parts = list(cut_lines(text, 2**14))  # the encoding time is not linear in the length
     ends = [self._line_end >= 0 and part.endswith("\n") for part in parts]
     lines = [part[:-1] if end else part for part, end in zip(parts, ends, strict=True)]
-    # Chunks of a text have threads of their own (`dpjax.data.tokens`).
+    # Chunks of a text already have their own threads (`dpjax.data.tokens`).
     encoded, ids = self._processor.encode(lines, num_threads=1), []
     for line, line_ids, end in zip(lines, encoded, ends, strict=True):
       if self._mark_ids and SPACE_MARK in line:  # It would decode as a space.
@@ -141,7 +141,7 @@ def train_pieces(lines: Iterable[str], setting: str, vocab_size: int, **settings
       vocab_size=vocab_size,
       normalization_rule_name="identity",
       max_sentence_length=4 * 4096,  # SentencePiece skips longer lines.
-      num_threads=1,  # another number gives other pieces
+      num_threads=1,  # the pieces depend on this number
       minloglevel=2,
       **settings,
     )

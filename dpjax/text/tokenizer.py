@@ -1,4 +1,4 @@
-r"""The base class of tokenizers, decoding piece by piece, and shared helpers."""
+r"""The base class of tokenizers, incremental decoding, and shared helpers."""
 
 import abc
 import itertools
@@ -11,15 +11,15 @@ import numpy as np
 from dpjax.errors import UserError
 
 FORMAT = 1
-MAX_PIECES = 2**24  # of a vocabulary that is trained; the libraries have memory for them
-LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that words do not join
-# White space where tokenizers lose it; what a normalisation changes; every byte that UTF-8 has.
+MAX_PIECES = 2**24  # limit for a trained vocabulary that fits the libraries' memory
+LINE = re.compile(r"(?<=\S\n)(?=[^\W\d_])")  # between lines that no word spans
+# White space that tokenizers lose; characters that normalisation changes; every UTF-8 byte.
 _POINTS = [*range(0xC0), *range(0xC0, 0x800, 0x40), 0x800, *range(0x1000, 0x10000, 0x1000)]
 _POINTS += range(0x10000, 0x110000, 0x40000)
 _PROBE = "  a  b\t\tc \r\n\n \u00e9\u2581\u2582 \N{GRINNING FACE}\n Ab cD e\u0301 \u2126 \ufb01 "
 _PROBE += "\uff21 \u00bd \u2047 x\u00ad\u200b\ufeff " + "".join(map(chr, _POINTS))
 _COMPLETE = ("characters", "wordpiece")  # each token holds complete characters
-_INCOMPLETE = 3  # the most bytes that a character lacking one has, each U+FFFD by itself
+_INCOMPLETE = 3  # the most bytes of an incomplete character, each decoded as U+FFFD
 
 
 class Tokenizer(abc.ABC):
@@ -29,11 +29,11 @@ class Tokenizer(abc.ABC):
     name: the name in configurations and files.
     vocab_size: V, the number of ids.
     start_id: the id before the first token of a text: the line end, if the vocabulary has one.
-    end_id: the id that ends a text, and generation; None if no id does.
-    begins_texts: whether generation begins with `start_id` also before a prompt.
+    end_id: the id that ends a text, and generation; None if there is none.
+    begins_texts: whether generation begins with `start_id` even before a prompt.
     unknown_id: the id for text outside the vocabulary; None if it covers everything.
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
-    space_ids: the ids of the space and the line end, of "characters" (if known) and "bytes".
+    space_ids: the ids of the space and the line end, for "characters" (if known) and "bytes".
     byte_ids: the ids of bytes that are decoded together, so that later ones change their text.
   """
 
@@ -61,12 +61,12 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def _encode(self, text: str) -> np.ndarray:
-    """`encode` of a text without lone surrogates."""
+    """`encode` for a text without lone surrogates."""
 
   def encode_pair(self, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a context and of its continuation: together, those of the full text.
+    """The ids of a context and of its continuation; joined, they are those of the full text.
 
-    The first are the longest common prefix of the ids of the full text and of the context.
+    The former are the longest common prefix of the ids of the full text and of the context.
 
       "a b", " c"  ->  the ids of "a", " " and of "b c", if that is a piece
     """
@@ -83,11 +83,11 @@ class Tokenizer(abc.ABC):
     """The number of ids [N] that stand for unknown parts of a text."""
     if self.unknown_id is None:
       return 0
-    blocks = (ids[i : i + 2**24] for i in range(0, len(ids), 2**24))  # of a mapped file
+    blocks = (ids[i : i + 2**24] for i in range(0, len(ids), 2**24))  # may be memory-mapped
     return sum(int(np.count_nonzero(block == self.unknown_id)) for block in blocks)
 
   def describe_unknown(self, texts: Mapping[str, np.ndarray]) -> str:
-    """Says how many ids of each text stand for unknown parts of it; "" if none does."""
+    """A message with the number of unknown ids in each text; "" if there are none."""
     counts = {name: self.count_unknown(ids) for name, ids in texts.items()}
     text = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
     return any(counts.values()) * f"tokens for what the vocabulary does not know: {text}"
@@ -137,17 +137,17 @@ class TextStream:
 
     push([195])  ->  ""   (half a character)    push([169])  ->  "\u00e9"    push([32])  ->  " "
 
-  After a prompt, this is what `decode` adds to the prompt's text. Text is returned at once, but up
-  to three final U+FFFD that may begin a character wait for the next token, and bytes that a BPE
-  decodes together for their end. Each push decodes the new tokens and, as context, those of the
-  last text that was returned, as in Hugging Face's text-generation-inference.
+  After a prompt, the output is what `decode` adds to the prompt's text. Text is returned at once,
+  except that up to three final U+FFFD, which may begin a character, wait for the next token, and
+  bytes that a BPE decodes together wait for the last one. Each push decodes the new tokens and, as
+  context, those of the last returned text, as in Hugging Face's text-generation-inference.
   """
 
   def __init__(self, tokenizer: Tokenizer, prompt: str = ""):
     """Begins a text of this tokenizer, or continues a prompt."""
     self._tokenizer = tokenizer
     self._begin(tokenizer.encode(prompt).tolist() if prompt else [])
-    # A space at its end may have no token; the next word then brings it again.
+    # A trailing space may have no token; the next word then adds it again.
     text = tokenizer.decode(self._ids)
     self._drops_space = prompt[-1:].isspace() and not text[-1:].isspace()
 
@@ -213,11 +213,11 @@ def cut_lines(text: str, longest: int) -> Iterator[str]:
 
 
 def rate_cut(before: str, after: str) -> int:
-  r"""How far a cut between two lines preserves subwords; two characters on each side suffice.
+  r"""Rates how well a cut between lines preserves subwords; two characters per side suffice.
 
-  2: those of all tokenizers whose words end with lines, "one\n|two". 1: those of GPT-2,
+  2: for all tokenizers whose words end with lines, "one\n|two". 1: for GPT-2,
   "one\n|\ntwo" and "one\n| two", but not "one\n\n|two": splitting into words groups the white space
-  before a word, except for its last character. 0: others.
+  before a word, except for its last character. 0: otherwise.
   """
   if not before.endswith("\n") or not after:
     return 0
@@ -228,7 +228,7 @@ def rate_cut(before: str, after: str) -> int:
 
 
 def _is_space(character: str) -> bool:
-  """Whether Unicode classifies it as white space; Python adds four separators."""
+  """Whether Unicode classifies a character as white space; Python adds four separators."""
   return character.isspace() and not "\x1c" <= character <= "\x1f"
 
 
@@ -243,7 +243,7 @@ def size_error(expected: str, got: int, setting: str = "data.tokenizer.vocab_siz
 
 
 def check_size(vocab_size: int, minimum: int, reason: str = "") -> None:
-  """Checks the size of a vocabulary that is to be trained."""
+  """Checks the size of a vocabulary to train."""
   if vocab_size < minimum:
     raise size_error(f"at least {minimum:,}{reason}", vocab_size)
   if vocab_size > MAX_PIECES:
@@ -251,6 +251,6 @@ def check_size(vocab_size: int, minimum: int, reason: str = "") -> None:
 
 
 def is_lossless(tokenizer: Tokenizer, more: str = "") -> bool:
-  """Whether decoding restores a text that is hard to restore, with and without leading spaces."""
+  """Whether decoding restores a difficult text, with and without leading spaces."""
   texts = _PROBE + more, (_PROBE + more).lstrip()
   return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)

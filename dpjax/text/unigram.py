@@ -22,7 +22,7 @@ from dpjax.text.sentencepiece import SPACE_MARK, train_pieces
 from dpjax.text.tokenizer import MAX_PIECES, Tokenizer, cut_lines, file_error, size_error
 
 _MAX_WORD = 2**14
-_MAX_WORDS = 2**21  # that are remembered
+_MAX_WORDS = 2**21  # in the cache
 
 
 class UnigramBoundaries:
@@ -43,7 +43,7 @@ class UnigramBoundaries:
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 
-    proto: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    proto: Any = sentencepiece_model_pb2  # its classes are created on import
     try:
       content = proto.ModelProto.FromString(model)
     except DecodeError:
@@ -51,19 +51,19 @@ class UnigramBoundaries:
     if not content.pieces or content.trainer_spec.model_type != content.trainer_spec.UNIGRAM:
       raise UserError("model: expected a SentencePiece model of the type unigram, got another file")
     self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    self._boundaries: dict[str, bytes] = {}  # of words met before, a byte a character
+    self._boundaries: dict[str, bytes] = {}  # of cached words, one byte per character
 
   def __call__(self, text: str) -> np.ndarray:
     """The boundaries of a text, uint8 [number of characters].
 
-    The parts of a text have those of the text, if none splits a word.
+    Parts of a text have the same boundaries as the full text, if none splits a word.
     """
     words = text.replace("\n", " ").split(" ")
     if len(self._boundaries) > _MAX_WORDS:
       self._boundaries.clear()
     new = [word for word in dict.fromkeys(words) if word not in self._boundaries]
     self._boundaries.update(zip(new, self._cut(new), strict=True))
-    # A separator between each two words, and it is a boundary.
+    # The separator between two words is a boundary.
     boundaries = b"\1".join([self._boundaries[word] for word in words])
     return np.frombuffer(boundaries, np.uint8).copy()
 
@@ -96,7 +96,7 @@ class UnigramBoundaries:
 def _lengths(word: str, pieces: list[str]) -> list[int]:
   """The number of a word's characters in each piece, at least 1."""
   lengths = [len(piece) for piece in pieces]
-  # The mark that stands for a space before the word.
+  # Excludes the mark that stands for a space before the word.
   if sum(lengths) == len(word) + 1 and pieces[0][0] == SPACE_MARK:
     lengths[0] -= 1
   return [length for length in lengths if length] if sum(lengths) == len(word) else [len(word)]
@@ -117,7 +117,7 @@ def train_unigram(chunks: Iterable[str], vocab_size: int) -> bytes:
   setting = "model.boundaries.size"
   if not 4 <= vocab_size <= MAX_PIECES:
     raise size_error(f"4 to {MAX_PIECES:,}", vocab_size, setting)
-  # At a space the cut of a long line changes no word.
+  # Cutting a long line at a space does not change its words.
   lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
   lines = filter(str.strip, lines)
   if (first := next(lines, None)) is None:

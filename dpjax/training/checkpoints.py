@@ -25,17 +25,17 @@ from dpjax.errors import UserError, not_writable
 from dpjax.training.optimizer import describe_arrays
 from dpjax.training.step import TrainState
 
-FORMAT = 1  # of what a checkpoint holds; a version reads its own and all before it
+FORMAT = 1  # checkpoint format; a version reads its own and all earlier ones
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def _report_once() -> Iterator[None]:
-  """Silences what Orbax prints about an error besides raising it.
+  """Silences what Orbax prints about an error that it also raises.
 
-  It logs the error, and it closes its event loop while other tasks run, each of which then prints
-  that the loop is closed. Here a loop first waits for its tasks.
+  Orbax logs the error, and closes its event loop while other tasks run, each of which then prints
+  that the loop is closed. Here the loop first waits for its tasks.
   """
   new_event_loop, logger = asyncio.new_event_loop, logging.getLogger("absl")
 
@@ -65,7 +65,7 @@ def _report_once() -> Iterator[None]:
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-  """A run's `keep` last checkpoints and the best by validation; `keep` None only reads `folder`.
+  """A run's last `keep` checkpoints and the best by validation; `keep=None` only reads `folder`.
 
   Each holds the train state (with the step, which is the position in the data), JSON values,
   and fingerprints of the arrays, since the file format does not detect all damage.
@@ -73,7 +73,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def __init__(self, folder: str | Path, keep: int | None = None):
     self._folder, self._keep = Path(folder).absolute(), keep
-    self._manager: Any = None  # from the first save on
+    self._manager: Any = None  # created by the first save
     self._policies: list[Any] = []
     self._stack = contextlib.ExitStack()
 
@@ -101,11 +101,11 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> None:
     """Writes a checkpoint in the background; the state may be donated at once.
 
-    `meta` are JSON values; the checkpoint of `meta["best"]["step"]` is kept. `origin` are inputs of
-    the run by name: its vocabulary, a hash of its text.
+    `meta` holds JSON values; the checkpoint of `meta["best"]["step"]` is kept. `origin` maps names
+    to inputs of the run: its vocabulary, a hash of its text.
 
     Raises:
-      UserError: this checkpoint or the last cannot be written.
+      UserError: this checkpoint or the previous one cannot be written.
     """
     tree = _storable(_fields(state))
     sums = [int(number) for number in fingerprints(tree)]
@@ -130,13 +130,13 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
-    """Turns an error of writing into a `UserError`, and removes what is half written."""
+    """Converts write errors to a `UserError`, and removes the partial checkpoint."""
     try:
       yield
     except (MemoryError, jax.errors.JaxRuntimeError):
       raise
     except Exception as error:
-      with contextlib.suppress(Exception):  # of the same cause
+      with contextlib.suppress(Exception):  # fails for the same reason
         self._manager.wait_until_finished()
       for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -147,14 +147,14 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> tuple[TrainState, dict] | None:
     """Reads the newest intact checkpoint: the state and `meta`; None without a checkpoint.
 
-    One that is damaged, with missing or unparsable files or with other fingerprints than its
-    arrays', is skipped with a warning, and renamed if this run also saves.
+    A damaged one, with missing or unparsable files or fingerprints that do not match its arrays,
+    is skipped with a warning, and renamed if this run also saves.
 
     `abstract` has the shapes, dtypes and shardings of the state; for `origin` see `save`.
 
     Raises:
-      UserError: all are damaged, or one has a later format, another origin or another model.
-      OSError: the file system could not read one.
+      UserError: all are damaged, or one has a newer format, another origin or another model.
+      OSError: the file system could not read a checkpoint.
     """
     paths = self._list()
     if not paths:
@@ -172,9 +172,9 @@ class Checkpoints(contextlib.AbstractContextManager):
     origin: Mapping[str, str] | None = None,
     field: str = "params",
   ) -> tuple[int, dict]:
-    """Reads the step and only the parameters of one checkpoint; raises as `restore` does.
+    """Reads only the step and the parameters of a checkpoint; raises the errors of `restore`.
 
-    `step` None is the best by validation, or else the newest. `field` is "params" or "average".
+    `step=None` selects the best by validation, else the newest. `field` is "params" or "average".
     """
     paths = self._list()
     if not paths:
@@ -188,7 +188,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     return int(path.name), tree[field]
 
   def _list(self) -> list[Path]:
-    """The complete checkpoints, the newest first; a `UserError` if processes see different ones."""
+    """Lists complete checkpoints, newest first; `UserError` if processes see different ones."""
     paths = find_complete(self._folder)
     if len({*_gather(zlib.crc32(repr([path.name for path in paths]).encode()))}) > 1:
       raise UserError(
@@ -199,7 +199,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def find_complete(folder: str | Path) -> list[Path]:
-  """The complete checkpoints in a folder, the newest first; each is named after its step."""
+  """Lists the complete checkpoints in a folder, newest first; each is named after its step."""
   steps = ocp.path.step.standard_name_format().find_all(Path(folder).absolute())
   return [Path(each.path) for each in sorted(steps, key=lambda each: -each.step)]
 
@@ -221,7 +221,7 @@ def fingerprints(tree: Any) -> list[jax.Array]:
     if jnp.iscomplexobj(array):
       array = jnp.stack([array.real, array.imag])
     info = jnp.finfo if jnp.issubdtype(array.dtype, jnp.floating) else jnp.iinfo
-    bits = jnp.dtype(f"uint{min(32, info(array.dtype).bits)}")  # of 64 bits, two words
+    bits = jnp.dtype(f"uint{min(32, info(array.dtype).bits)}")  # 64 bits are two words
     words = jax.lax.bitcast_convert_type(array.ravel(), bits).astype(jnp.uint32).ravel()
     weights = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return jnp.sum(words * weights, dtype=jnp.uint32)
@@ -252,7 +252,7 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
     worst = max(_gather(damage))
     if error is not None and damage == 2:
       if isinstance(error, OSError) and error.errno and error.filename is None:
-        error.filename = str(path)  # Libraries do not name it.
+        error.filename = str(path)  # Libraries do not set it.
       raise error
     if worst == 2:
       raise UserError(f"workdir: another process could not read {path}; see that process's log")
@@ -270,7 +270,7 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
 
 
 def _is_damage(error: Exception) -> bool:
-  """Whether a checkpoint that cannot be read for this error is damaged."""
+  """Whether this read error means that the checkpoint is damaged."""
   if isinstance(error, OSError):
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
   return not isinstance(error, UserError | MemoryError | RuntimeError)
@@ -317,7 +317,7 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict
 
 
 def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
-  """Raises a `UserError` that begins with `message` unless arrays, by name, are the model's."""
+  """Raises a `UserError` that begins with `message` unless `arrays` match the `expected` ones."""
   if wrong := [name for name in {**arrays, **expected} if arrays.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
     lines = [f"{x} is {arrays.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]
@@ -325,7 +325,7 @@ def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], message
 
 
 def _system_reason(error: BaseException) -> str:
-  """What the system said: Orbax wraps its errors, and TensorStore quotes them in a text."""
+  """The system's error message: Orbax wraps errors, and TensorStore quotes them as text."""
   while cause := error.__cause__ or error.__context__:
     error = cause
   text = str(error).split("\n")[0]
@@ -334,5 +334,5 @@ def _system_reason(error: BaseException) -> str:
 
 
 def _gather(number: int) -> list[int]:
-  """A number from every process; all must call it."""
+  """Gathers a number from every process; all processes must call it."""
   return multihost_utils.process_allgather(np.uint32(number)).tolist()

@@ -46,7 +46,7 @@ def evaluate(
     bucket = capacity(batch)
     previous, batch = pending, sharding.put_batch(batch, mesh)
     pending = eval_step(params, batch, index, capacity=bucket)
-    sums = metrics.add(sums, previous)  # One is read while the next is computed.
+    sums = metrics.add(sums, previous)  # Reads one while the next is computed.
   sums = metrics.add(sums, pending)
   return metrics.text_scores(sums["nats"], counts) | metrics.boundary_scores(sums)
 
@@ -69,7 +69,7 @@ def _warn_of_rounding(scores: Mapping[str, float], warned: set[str]) -> None:
 
 
 def document_starts(begins: np.ndarray, tokenizer: Tokenizer) -> batches.DocumentStarts:
-  """Documents that begin at these positions, each after the tokenizer's start token."""
+  """Documents that begin at these positions, each preceded by the tokenizer's start token."""
   start_id = tokenizer.start_id
   return batches.DocumentStarts(begins, start_id, int(start_id in tokenizer.space_ids))
 
@@ -92,7 +92,7 @@ class Scorer:
   capacity: Callable[[Mapping[str, np.ndarray]], int | None]
 
   def sizes(self, window: int = 0, stride: int = 0) -> tuple[int, int]:
-    """The window and the stride in tokens (0: the scorer's); a longer one raises `ValueError`."""
+    """The window and stride in tokens (0: the scorer's); larger values raise a `ValueError`."""
     window = window or self.window or self.max_length
     if not 1 <= window <= self.max_length:
       expected = f"expected 1 to model.max_length = {self.max_length}"
@@ -112,15 +112,15 @@ class Scorer:
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """`evaluate` for a text [N], including its first token; no bits if `tokens` lose some of it.
+    """Runs `evaluate` on a text [N], first token included; omits bits if `tokens` lose text.
 
-    `boundaries` [N] are for models that read those of a Unigram model. With `documents`, the
-    positions where they begin, each is scored without the others. `max_tokens` scores that many
-    in fixed random windows, and estimates the other counts from their share; 0 scores all.
+    `boundaries` [N] are for models that read Unigram boundaries. `documents` are the positions
+    where documents begin, each scored independently. `max_tokens` scores that many tokens in
+    fixed random windows, and estimates the other counts from their share; 0 scores all.
     """
     if not self.tokenizer.keeps_text(tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
-    # A multiple of the devices: rows without text do not count.
+    # Rounded up to a multiple of the devices: rows without text do not count.
     num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
     size = tokens, *self.sizes(window, stride), num_rows
     starts = document_starts(np.zeros(1, int) if documents is None else documents, self.tokenizer)

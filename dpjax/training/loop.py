@@ -25,7 +25,7 @@ from dpjax.training.reporting import NonFiniteError as NonFiniteError
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
 
-# A function of each report, such as an experiment tracker or early stopping; see `fit`.
+# Called with each report, for example to track experiments or stop early; see `fit`.
 Callback = Callable[[int, Mapping[str, float], step_lib.TrainState], bool | None]
 
 
@@ -34,12 +34,12 @@ class TrainStepSpec:
   """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
 
   Attributes:
-    grad_accum_steps: the number of parts of a batch.
+    grad_accum_steps: the number of parts that a batch is split into.
     param_sharding: "replicated" or "fsdp".
     capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
     seed: the seed of parameters and dropout.
-    ema_decay: the decay of an average of the parameters, which is then scored; 0 for none.
-    matmul_dtype: the dtype in which float32 is multiplied, "float32" or "bfloat16".
+    ema_decay: the decay of the parameters' moving average, which is then scored; 0 disables it.
+    matmul_dtype: the dtype of the factors of float32 products, "float32" or "bfloat16".
   """
 
   model: nn.Module
@@ -78,8 +78,8 @@ class TrainStepSpec:
 class Intervals:
   """The number of updates in total, and between evaluations, reports and checkpoints.
 
-  Reports are of the mean loss since the last. The last update is also followed by an evaluation;
-  the best and the end are also saved.
+  Reports give the mean loss since the previous report. The last update is also followed by an
+  evaluation; the best and the final state are also saved.
   """
 
   num_steps: int
@@ -113,28 +113,28 @@ def fit(
 
   Args:
     spec: the model and the settings of an update.
-    batches: with `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
+    batches: has `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
     evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
-    intervals: the numbers of updates.
-    workdir: the run's folder, which exists.
-    max_to_keep: the number of last checkpoints to keep.
-    patience: training ends after this number of evaluations without a new best; 0 means never.
-    initial: maps the drawn parameters to the initial ones, if there is no checkpoint.
+    intervals: when to evaluate, report, save and stop.
+    workdir: the run's folder, which must exist.
+    max_to_keep: the number of recent checkpoints to keep.
+    patience: training ends after this number of evaluations without a new best; 0 disables it.
+    initial: maps newly initialized parameters to those to start from, without a checkpoint.
     meta: values saved with each checkpoint. If its "validation", the method of scoring,
       differs from the checkpoint's, the search for the best restarts.
     origin: values saved with each checkpoint, which must match on resume.
-    callbacks: functions of each report's step, metrics and state, called in order. Metrics are as
-      in metrics.jsonl, with the split before the name: "valid/nats_per_token". The state is the
-      newest, of this step or the next one; the next update donates it. One that returns True, in
-      all processes, ends the training: the run is scored and saved, and trains no further unless
-      with more steps or without callbacks.
-    should_stop: called after every update, with the same answer in all processes.
+    callbacks: called in order with each report's step, metrics and state. Metrics are those of
+      metrics.jsonl, with the split as a prefix: "valid/nats_per_token". The state is the latest,
+      of this step or the next one; the next update donates it. If one returns True in all
+      processes, training ends: the run is scored and saved, and does not train further unless
+      resumed with more steps or without callbacks.
+    should_stop: called after every update; must return the same value in all processes.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
 
   Raises:
-    NonFiniteError: a loss is not finite. The last checkpoint is from before.
+    NonFiniteError: a loss is not finite. The last checkpoint precedes it.
     Interrupted: SIGTERM, SIGINT or `should_stop` stopped training; the step is finished and saved.
-    ValueError: the batch does not divide over the devices, updates of `profile` lie outside of
+    ValueError: the devices do not divide the batch, updates of `profile` lie outside of
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
@@ -183,7 +183,7 @@ def fit(
 
 
 class _Loop:
-  """The parts of `fit`, and what it carries from step to step."""
+  """The parts of `fit`, and the state that it carries between steps."""
 
   def __init__(
     self,
@@ -209,7 +209,7 @@ class _Loop:
     self.is_enough = False  # A callback or the patience ends the training before its last step.
 
   def restore(self, initial: Callable[[dict], dict] | None, workdir: str | Path) -> int:
-    """Takes the newest checkpoint or the initial state, and opens the reports from its step on."""
+    """Restores the newest checkpoint or the initial state, and opens the reports at its step."""
     restored, tokens_seen = self.saved.restore(self.abstract, self.origin), 0
     if restored is None:
       self.state = _initial_state(self.spec, self.abstract, initial)
@@ -227,13 +227,13 @@ class _Loop:
     return start
 
   def train_one(self, step: int) -> None:
-    """Makes an update, and reads the metrics of the one before while it runs."""
+    """Runs an update, and meanwhile reads the metrics of the previous one."""
     self.reader.start()
     batch = self.batches.batch(step, self.rows)
     capacity = self.spec.capacity(batch)
     compiles = capacity not in self.compiled
     if compiles:
-      self.reader.read()  # Otherwise the step before would be timed with the compilation.
+      self.reader.read()  # Otherwise the previous step's time would include compilation.
       self.compiled.add(capacity)
     # Placing a batch over several processes counts as an implicit transfer: outside of the guard.
     batch = sharding.put_batch(batch, self.mesh)
@@ -252,7 +252,7 @@ class _Loop:
     return 0 < self.patience <= self.best["since"]
 
   def validate(self, done: int, evaluate: Callable[[dict], Mapping[str, float]]) -> bool:
-    """Scores the validation split; whether the score is the best so far."""
+    """Scores the validation split; returns whether the score is the best so far."""
     self.reader.read()
     scores = evaluate(self.state.scored)
     self.reporter.report(done, "valid", scores)
@@ -279,17 +279,17 @@ class _Loop:
     return is_best
 
   def save(self) -> None:
-    """Saves the state, and what a resumed run needs besides."""
+    """Saves the state, and whatever else a resumed run needs."""
     meta = {**self.meta, "best": self.best, "tokens_seen": self.reader.tokens_seen}
     if self.is_enough:
       meta["ended"] = self.intervals.num_steps
-    self.reporter.check_there()  # Orbax would make the folder again.
+    self.reporter.check_there()  # Orbax would recreate the folder.
     self.saved.save(self.state, meta, origin=self.origin)
 
 
 @contextlib.contextmanager
 def _trace(folder: Path, reporter: reporting.Reporter) -> Iterator[None]:
-  """Traces the block into a folder, and says how to open it."""
+  """Traces the block into a folder, and reports how to open the trace."""
   try:
     with jax.profiler.trace(folder):
       yield
@@ -303,7 +303,7 @@ def _trace(folder: Path, reporter: reporting.Reporter) -> Iterator[None]:
 def _initial_state(
   spec: TrainStepSpec, abstract: step_lib.TrainState, initial: Callable[[dict], dict] | None
 ) -> step_lib.TrainState:
-  """The drawn state, with the parameters that `initial` makes of the drawn ones."""
+  """The newly initialized state, with `initial` applied to its parameters."""
   state = step_lib.jit_init(spec.model, spec.optimizer, spec.seed, abstract)
   if initial is None:
     return state
@@ -319,7 +319,7 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
 
   Raises `Interrupted` at the end if a signal came too late for that.
   """
-  if jax.process_count() > 1:  # JAX agrees on one step for all. It takes SIGTERM.
+  if jax.process_count() > 1:  # JAX agrees on one step for all, and handles SIGTERM.
     sync = multihost_utils.reached_preemption_sync_point
     yield lambda step: signal.SIGTERM if sync(step) else None
     return
@@ -330,7 +330,7 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
 
   def note(number, frame):
     received.append(number)
-    signal.signal(number, before[number])  # A second one ends it at once.
+    signal.signal(number, before[number])  # A second signal ends it at once.
 
   def find(now):
     nonlocal step

@@ -23,19 +23,19 @@ def cross_entropy(
     nats  = sum over b, t of -weights[b, t] log softmax(logits[b, t])[targets[b, t]]
     count = sum over b, t of weights[b, t]
 
-  Parts of a batch add up to the batch. Only reverse-mode derivatives, which store the logits.
+  Sums over parts of a batch add up. Supports only reverse mode, which stores the logits.
 
   Args:
-    logits: [B, T, V], floats; the softmax is in float32, or in float64 for such logits.
+    logits: [B, T, V], floats; the softmax is in float32, or in float64 for float64 logits.
     targets: [B, T], integers in [0, V).
-    weights: [B, T], 1 where a target counts, else 0; there, the logits may even be nan.
+    weights: [B, T], 1 where a target counts, else 0; where it is 0, logits may be nan.
 
   Raises:
     ValueError: the shapes do not match.
   """
   _check_shapes("logits", "V", logits, targets, weights)
   nats_bt = _nats_of_tokens(logits, targets)
-  # Not only the product: where nothing counts, the logits may be nan.
+  # A product alone does not suffice: logits may be nan where weights are 0.
   nats_bt = jnp.where(weights == 0, 0, nats_bt * weights.astype(nats_bt.dtype))
   return jnp.sum(nats_bt), jnp.sum(weights)
 
@@ -55,7 +55,7 @@ def _nats_of_tokens(logits, targets) -> jax.Array:
 
 
 def _nats_forward(logits, targets):
-  # The maximum goes first: next to a large one, the sum's logarithm would lose its digits.
+  # The maximum is subtracted first: added to a large one, the logarithm would lose digits.
   max_bt = jnp.max(_wide(logits), axis=-1)
   log_sum_bt = jnp.log(jnp.sum(jnp.exp(_wide(logits) - max_bt[..., None]), axis=-1))
   nats_bt = log_sum_bt - (_pick(logits, targets) - max_bt)
@@ -70,7 +70,7 @@ def _nats_backward(residuals, grad_bt):
   grad_btv = jnp.where(is_0_bt[..., None], 0, p_btv * grad_bt[..., None]).astype(logits.dtype)
   of_target_bt = jnp.expm1(_pick(logits, targets) - max_bt - log_sum_bt) * grad_bt
   of_target_bt = jnp.where(is_0_bt, 0, of_target_bt).astype(logits.dtype)
-  # In place: with a comparison, XLA:CPU would compute the gradient again for each reader.
+  # In place: with a comparison, XLA:CPU would recompute the gradient for each consumer.
   put = jax.vmap(jax.vmap(lambda row, target, value: row.at[target].set(value)))
   runs = {"cpu": put, "default": _put_by_comparison}
   return by_platform(runs, grad_btv, targets, of_target_bt), None
@@ -91,8 +91,8 @@ def _wide(x) -> jax.Array:
 
 _nats_of_tokens.defvjp(_nats_forward, _nats_backward)
 
-_PIECE_BYTES = 2**26  # of the logits of one piece, on each device
-_CACHED_BYTES = 2**24  # the same, for the caches of a CPU
+_PIECE_BYTES = 2**26  # size of a piece's logits on each device
+_CACHED_BYTES = 2**24  # the same, to fit a CPU's caches
 
 
 def output_nats(
@@ -102,16 +102,16 @@ def output_nats(
   targets: jax.Array,
   weights: jax.Array,
 ) -> jax.Array:
-  """The nats of `cross_entropy` of hidden @ kernel + bias, without storing all [B, T, V] logits.
+  """The nats of `cross_entropy` for hidden @ kernel + bias, without storing all [B, T, V] logits.
 
-  These are computed in pieces of positions, once each, and with derivatives also the gradients of
-  each piece, which the backward pass only scales: reverse mode, only by hidden, kernel and bias.
+  Logits are computed once, in pieces of positions. With derivatives, so are the gradients of each
+  piece, which the backward pass only scales: reverse mode, only for hidden, kernel and bias.
 
   Args:
     hidden: [B, T, D], floats; factors are in this dtype, logits and sums in float32 or float64.
     kernel: [D, V], floats.
     bias: [V], or None.
-    targets: see `cross_entropy`, as for what is raised.
+    targets: see `cross_entropy`, also for the errors.
     weights: see `cross_entropy`.
   """
   _check_shapes("hidden", "D", hidden, targets, weights)
@@ -190,7 +190,7 @@ def _cut(is_cached, hidden, kernel, targets, weights):
     piece_bytes = min(piece_bytes, max(_CACHED_BYTES, width * row_bytes))
   num_pieces = min(length, max(1, -(-batch * length * row_bytes // (piece_bytes * num_devices()))))
   size = -(-length // num_pieces)
-  if size > 8:  # A TPU has tiles of eight positions; it would copy others to merge them with rows.
+  if size > 8:  # A TPU tiles by eight positions; merging other sizes with rows would copy them.
     size = min(length, -(-size // 8) * 8)
   num_pieces = -(-length // size)
 
@@ -215,7 +215,7 @@ class Objective:
 
   @property
   def counts(self) -> tuple[str, ...]:
-    """The sums of a full batch that the loss of each part needs; () if parts add up anyway."""
+    """The sums of a full batch that the loss of each part needs; () if parts simply add up."""
     inner = range(2, len(self.boundaries) + 1)
     if not inner and not any(module.reads_share for module in self.boundaries):
       return ()
@@ -238,7 +238,7 @@ class Objective:
       output_layer: the kernel and bias for `output_nats` of `output.hidden`; ignored if the
         boundaries read the logits anyway.
       counts: for a part of a batch, the sums `Objective.counts` of the full batch.
-      scores_starts: whether to add "start_nats", those of tokens behind a boundary.
+      scores_starts: whether to add "start_nats", the nats of tokens after a boundary.
 
     Returns:
       Float32 scalars for `add_sums`: "nats" and "count" (`cross_entropy`); with token pooling
@@ -327,7 +327,7 @@ def _count_segments(
 
 
 def _count_drawn(module: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
-  """The expected boundaries of a draw, and those of rounding, where evaluation rounds."""
+  """The expected number of drawn boundaries, and that of rounded ones if evaluation rounds."""
   logits_bt = stage.boundary_logits
   if not module.is_stochastic or module.samples_in_eval or logits_bt is None:
     return {}

@@ -64,7 +64,7 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
     f1                       = 2 hits / (boundaries + targets)
     accuracy                 = agreements / count
     enrichment               = (start_nats / boundaries) / (nats / count): how surprising tokens
-                               that begin a segment are, with all tokens as 1; in evaluation
+                               that begin a segment are, relative to all; in evaluation
 
   Args:
     sums: from `dpjax.training.losses.Objective.sums`, added up over batches.

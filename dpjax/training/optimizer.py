@@ -17,7 +17,7 @@ from dpjax.errors import UserError
 from dpjax.models.build import frozen_path
 from dpjax.models.stack import is_stacked
 
-_UNDECAYED = "scale", "gain", "bias", "a_log", "skip", "null_group"  # the ends of names
+_UNDECAYED = "scale", "gain", "bias", "a_log", "skip", "null_group"  # suffixes of names
 
 
 def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
@@ -40,7 +40,7 @@ def decays(params: Any) -> Any:
 
   False for norms and biases (names that end with "scale", "gain" or "bias"), for Mamba-2's decays
   and skip, for the tables of tokens and positions, tied or not, and for the null group. True for
-  all others, also convolution taps.
+  all others, including convolution taps.
   """
 
   def is_decayed(path, leaf):
@@ -75,9 +75,9 @@ def _build(section: Mapping, key: str, grad_clip_norm: float, **arguments: Any):
 
 
 def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
-  """Any update rule of Optax, which then takes the loss as `value` if it did not.
+  """Wraps any Optax update rule to accept the loss as `value`.
 
-  The parameters at `dpjax.models.build.frozen_path` have no part in updates, norms and moments.
+  The parameters at `dpjax.models.build.frozen_path` are excluded from updates, norms and moments.
   """
   path = frozen_path(model)
 
@@ -93,7 +93,7 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
     try:
       outputs, state = update.update(*inputs, **extra)
     except TypeError as error:
-      # Types do not tell which rules take it: MultiSteps does, sam in a chain does not.
+      # Types do not show which rules take it: MultiSteps does, sam in a chain does not.
       if "unexpected keyword argument 'value'" not in str(error):
         raise
       outputs, state = update.update(*inputs)
@@ -110,14 +110,14 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
 def scale_by_stage(
   update: Any, multipliers: Sequence[float]
 ) -> optax.GradientTransformationExtraArgs:
-  """An update rule whose updates are multiplied by a number for each stage of a model.
+  """Multiplies the updates of a rule by one number for each stage of a model.
 
     scale_by_stage(optax.adamw(1e-3), (3.0, 1.7, 0.9))
 
-  For rules whose updates are proportional to the learning rate, these are factors of that rate. The
-  first is of the embedding, the logits and all else outside of a middle; the second of the middle,
-  and of the null group, norm and projections around it; the third of the middle's middle. The
-  boundaries belong to the stage whose vectors they read. The state is that of `update`.
+  For rules whose updates are proportional to the learning rate, these scale that rate. The first
+  number is for the embedding, the logits and all else outside of a middle; the second for the
+  middle and the null group, norm and projections around it; the third for the middle's middle.
+  Boundaries belong to the stage whose vectors they read. The state is that of `update`.
 
   Raises:
     ValueError: there are more or fewer multipliers than stages.
@@ -144,11 +144,11 @@ def _stage(names: Sequence[str]) -> int:
 
 
 def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
-  """Checks by the shapes of `params` that `update` can train a model; its state's shapes.
+  """Checks by shapes that `update` can train a model; returns the shapes of its state.
 
   Raises:
     UserError: it needs more than gradients, parameters and the value of the loss (such as the
-      loss as a function); its state changes its form; or a checkpoint cannot hold it.
+      loss as a function); the structure of its state changes; or a checkpoint cannot store it.
   """
 
   def step(params, state):
@@ -159,7 +159,7 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
     update = for_model(update, model)
     state = jax.eval_shape(update.init, params)
     after = jax.eval_shape(step, params, state)
-  except Exception as error:  # of any type: the update rule may be the user's
+  except Exception as error:  # any type: the update rule may be user code
     reason = str(error).partition("\n")[0]
     raise UserError(
       f"{key}: expected one that needs only the gradients, the parameters and the value of the "
@@ -175,7 +175,7 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
 
 
 def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
-  """The dtype and shape of each array, by its name in a checkpoint, which must hold it."""
+  """The dtype and shape of each array by checkpoint name; `UserError` if it cannot be saved."""
   import tensorstore
 
   arrays = {}
@@ -231,7 +231,7 @@ def linear(
     peak (1 - (1 - min_ratio) x),  x = (k - warmup_steps) / (num_steps - warmup_steps)
 
   Args:
-    peak: see `cosine`, as for what is raised.
+    peak: see `cosine`, also for the errors.
     num_steps: see `cosine`.
     warmup_steps: see `cosine`.
     min_ratio: see `cosine`.
@@ -251,7 +251,7 @@ def warmup_stable_decay(
 ) -> optax.Schedule:
   """The warm-up and peak of `constant`; the last updates decrease as in `linear`.
 
-  These are max(1, round(decay_fraction num_steps)).
+  The decrease takes max(1, round(decay_fraction num_steps)) updates.
 
   Args:
     peak: see `cosine`.
@@ -332,7 +332,7 @@ def muon(
   settings = locals()
 
   def of(params: Any) -> Any:
-    # For the parts of its update, `contrib.muon` would call a function with some of the arrays.
+    # In parts of its update, `contrib.muon` would call a function with only some of the arrays.
     return contrib.muon(**settings, muon_weight_dimension_numbers=_matrices(params))
 
   return optax.GradientTransformation(

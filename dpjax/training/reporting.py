@@ -18,7 +18,7 @@ from dpjax import files
 from dpjax.training import metrics
 
 LOSSES = "losses.f32"
-_COUNT = "mean_over_steps"  # the number of losses in a mean, which is not a curve
+_COUNT = "mean_over_steps"  # the number of losses in a mean, not plotted as a curve
 
 
 class NonFiniteError(RuntimeError):
@@ -30,8 +30,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   `metrics.jsonl` has a line for each report, {"step": 20, "split": "train", "time": (seconds since
   1970), "loss": ...}. `losses.f32` has the loss of every update, as little-endian float32 (NaN if
-  unknown). A run that resumes at `step` first drops later ones; lines that cannot be read move to
-  `metrics.jsonl.damaged`. Without a terminal, reports of training are lines, not a progress bar.
+  unknown). A run that resumes at `step` first drops later entries; unreadable lines are moved to
+  `metrics.jsonl.damaged`. Without a terminal, training prints lines instead of a progress bar.
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
@@ -60,7 +60,7 @@ class Reporter(contextlib.AbstractContextManager):
       self._losses.write(np.array([loss], "<f4").tobytes())
 
   def report(self, step: int, split: str, scores: Mapping[str, float]) -> None:
-    """Writes scores of a split at a step to the files; a `UserError` if their folder is gone."""
+    """Writes a split's scores at a step to the files; `UserError` if their folder is gone."""
     self.check_there()
     curves = {name: x for name, x in scores.items() if name != _COUNT}
     self._new.append((step, {f"{split}/{name}": x for name, x in curves.items()}))
@@ -79,7 +79,7 @@ class Reporter(contextlib.AbstractContextManager):
         self._tensorboard.add_scalar(f"{split}/{name}", value, step)
 
   def check_there(self) -> None:
-    """A `UserError` if the run's folder was removed or moved."""
+    """Raises a `UserError` if the run's folder was removed or moved."""
     if self._is_first:
       files.check_there(self._losses, Path(self._losses.name))
 
@@ -95,10 +95,10 @@ class Reporter(contextlib.AbstractContextManager):
 
 
 def _import_writer():
-  """The `SummaryWriter` of tensorboardX, without PyTorch, which it imports and does not need."""
+  """Imports tensorboardX's `SummaryWriter` without PyTorch, which it imports but does not need."""
   modules: dict[str, Any] = sys.modules
   is_imported = "torch" in modules
-  modules.setdefault("torch", None)  # An import then raises an ImportError.
+  modules.setdefault("torch", None)  # Importing it then raises an ImportError.
   try:
     from tensorboardX import SummaryWriter
 
@@ -109,7 +109,7 @@ def _import_writer():
 
 
 def _open_losses(path: Path, step: int):
-  """The file with the losses of `step` updates, unbuffered: they outlive a kill."""
+  """Opens the file with the losses of `step` updates, unbuffered so that they survive a kill."""
   file = files.open_plain(path, "r+b" if path.exists() else "w+b", buffering=0)
   count = file.seek(0, os.SEEK_END) // 4
   file.truncate(4 * min(count, step))
@@ -143,12 +143,12 @@ def _step_of(line: bytes) -> int | None:
 class MetricsReader:
   """Reads the metrics of a step while the next one runs, and reports means.
 
-  The time of a step is that between the readings of the previous step and its own, or, after an
-  evaluation or a checkpoint, with no step running, that since `start`.
+  A step's time is measured from the reading of the previous step to its own, or, after an
+  evaluation or a checkpoint, when no step is running, from `start`.
 
   Attributes:
-    mean: of the losses since the last report.
-    tokens_seen: the targets that counted, since the beginning of the run.
+    mean: the mean loss since the last report.
+    tokens_seen: the number of targets that counted since the run began.
   """
 
   def __init__(self, reporter: Reporter, log_every: int, tokens_seen: int):
@@ -167,10 +167,10 @@ class MetricsReader:
       self._start_time = time.perf_counter()
 
   def read(self, pending: tuple[int, Mapping[str, jax.Array], bool] | None = None) -> None:
-    """Reads the step taken before, and takes another: its number, metrics, whether it is timed.
+    """Reads the pending step and stores the next: its number, metrics, whether it is timed.
 
     Raises:
-      NonFiniteError: the loss or the gradient of the step before is not finite.
+      NonFiniteError: the loss or the gradient of the pending step is not finite.
     """
     previous, self._pending = self._pending, pending
     if previous is None:

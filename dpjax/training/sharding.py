@@ -12,7 +12,7 @@ from dpjax.ops.placement import AXIS
 
 
 def make_mesh(devices: Sequence | None = None) -> Mesh:
-  """All devices of all processes (or the given ones) in one row, the axis "data"."""
+  """A mesh of all devices of all processes (or of `devices`) with one axis, "data"."""
   devices = jax.devices() if devices is None else devices
   return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
@@ -20,8 +20,8 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
 def state_sharding(state, mesh: Mesh, param_sharding: str = "replicated"):
   """The sharding of each array (or shape) of a train state.
 
-  With `param_sharding` "replicated", every device holds all; with "fsdp", an array is divided
-  along its longest axis that the number of devices divides, or replicated if it has none.
+  With `param_sharding` "replicated", every device holds all arrays; with "fsdp", an array is split
+  along its longest axis that the number of devices divides, or replicated if there is none.
   """
 
   def sharding_of(leaf) -> NamedSharding:
@@ -35,7 +35,7 @@ def state_sharding(state, mesh: Mesh, param_sharding: str = "replicated"):
 
 
 def check_rows(batch_size: int, grad_accum_steps: int = 1, devices: int | None = None) -> None:
-  """Raises a `UserError` if a batch, or a part of it, does not divide over the devices (JAX's)."""
+  """Raises a `UserError` unless `devices` (None: JAX's) divide a batch and each part of it."""
   devices = devices or jax.device_count()
   if batch_size % (devices * grad_accum_steps):
     raise UserError(

@@ -50,9 +50,9 @@ def init_state(
   seed: int,
   has_average: bool = False,
 ) -> TrainState:
-  """A state before the first update; the same for every number of devices.
+  """Creates the state before the first update; it does not depend on the number of devices.
 
-  `seed` is that of parameters and dropout; `has_average` adds an average of the parameters.
+  `seed` is for parameters and dropout; `has_average` adds an average of the parameters.
   """
   init_key, dropout_key = jax.random.split(jax.random.key(seed))
   params = model.init(init_key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
@@ -74,7 +74,7 @@ def train_step(
   learning_rate: optax.Schedule | None = None,
   matmul_dtype: str = "float32",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Makes one update with the mean loss of the batch's tokens.
+  """Performs one update on the mean loss of the batch's tokens.
 
   The batch is processed in A = `grad_accum_steps` sequential parts, and the summed gradients are
   divided by the summed weights. If the loss of the boundaries is not a sum over rows
@@ -159,7 +159,7 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
     average + (params - average) (1 - decay) / (1 - decay**(step + 1))
 
   The weight of each earlier update falls by `decay`, and the weights sum to 1: `optax.ema` with
-  `debias`, without a correction at the end. Constant (frozen) parameters keep every bit.
+  `debias`, without a final correction. Constant (frozen) parameters stay bit-identical.
   """
   log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
@@ -169,7 +169,7 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
 def _apply(
   model: nn.Module, params: Any, batch: Batch, key, capacity: int | None, deterministic: bool
 ) -> Any:
-  """The model's output for a batch; models of users need not take capacities and documents."""
+  """The model's output for a batch; user models need not accept capacities and documents."""
   inputs: dict[str, Any] = {name: batch[name] for name in ("document_starts",) if name in batch}
   if capacity is not None:
     inputs["capacity"] = capacity
@@ -180,7 +180,7 @@ def _apply(
 
 
 def _output_layer(model: nn.Module, params: Any) -> Any:
-  """The kernel and bias of the logits; None for other models than `LanguageModel`."""
+  """The kernel and bias of the logits; None for models other than `LanguageModel`."""
   return model.output_layer(params) if type(model) is LanguageModel else None
 
 
@@ -211,7 +211,7 @@ def jit_eval_step(
 ) -> Callable[..., dict[str, jax.Array]]:
   """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
 
-  What a model draws in evaluation depends only on the batch's index and shape.
+  Random draws in evaluation depend only on the batch's index and shape.
   """
 
   def step(params, batch, index, capacity=None):
@@ -224,7 +224,7 @@ def jit_eval_step(
 
 
 def _on_mesh(function: Callable, mesh: Mesh) -> Callable:
-  """The function, traced under a mesh."""
+  """Wraps a function to be traced under the mesh."""
 
   @functools.wraps(function)
   def run(*args, **kwargs):
