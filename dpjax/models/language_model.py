@@ -222,4 +222,6 @@ class LanguageModel(nn.Module):
     if capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {capacity}")
     arrays.check("cache", cache, LanguageModelCache)
-    arrays.check("cache.length", cache.length, Int32[Array, f"{len(tokens)}"])
+    if cache.length.shape != tokens.shape[:1]:
+      rows = tokens.shape[0]
+      raise ValueError(f"cache.length: expected {rows} rows, got {cache.length.shape[0]}")
