@@ -77,7 +77,7 @@ def _write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentati
 
   layers = [reading.layers(run, text) for run in runs]
   for size, has_heads in _SIZES:
-    images = [[_images(layer, size, has_heads) for layer in of_run] for of_run in layers]
+    images = [[_images(layer, size, has_heads) for layer in of_run if size] for of_run in layers]
     pngs = [x["png"] for of_run in images for layer in of_run for x in layer["images"]]
     if sum(map(len, pngs)) <= _MAX_IMAGE_BYTES:
       break
@@ -142,7 +142,10 @@ def _image(weights: np.ndarray) -> dict[str, Any]:
   header = struct.pack(">IIBBBBB", rows.shape[1], rows.shape[0], 8, 0, 0, 0, 0)
   pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # each row's filter
   png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR" + header) + chunk(b"IDAT" + pixels) + chunk(b"IEND")
-  return {"png": base64.b64encode(png).decode(), "largest": [float(f"{x:.3g}") for x in largest]}
+  return {
+    "png": base64.b64encode(png).decode(),
+    "largest": [float(f"{x:.3g}") for x in np.nan_to_num(largest)],
+  }
 
 
 def describe(segmentation: "Segmentation") -> str:

@@ -240,7 +240,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     stack = context.module
     if not isinstance(stack, Stack) or context.method_name != "__call__":
       return call(*args, **kwargs)
-    (x_btd,), blocks = args, stack.unbind()[0].blocks
+    x_btd, blocks = stack.cast_residual(args[0]), stack.unbind()[0].blocks
     positions = kwargs.get("positions")
     for i, params in stack.unstack(stack.variables["params"]).items():
       block = blocks[int(i) % len(blocks)]
@@ -271,7 +271,8 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     matrices.clear()
     names.clear()
     with nn.intercept_methods(unroll):
-      output: Any = run.model.apply({"params": params}, tokens_bt)
+      rngs = {"dropout": jax.random.key(0)}  # for boundaries that are drawn in evaluation
+      output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
     ends, stage = [], output if run.model.hourglass is not None else None
     while stage is not None:
       ends.append(stage.boundaries[0].astype(jnp.float32) > 0.5)
@@ -330,7 +331,7 @@ def _weights(mixer, params, x_btd, seen, options) -> jax.Array | None:
       outputs.append(args[0])
     y = call(*args, **kwargs)
     if context.module.name == "queries_keys_values" and context.method_name == "__call__":
-      y = y.at[:, :, 2].set(values.reshape(count, length, -1))
+      y = y.at[:, :, 2].set(values.reshape(count, length, -1).astype(y.dtype))
     return y
 
   with nn.intercept_methods(probe):

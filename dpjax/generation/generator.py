@@ -169,7 +169,8 @@ class Generator:
       longest = max(map(len, rows))
       size = 1 << (longest - 1).bit_length()  # few sizes, so few programs
       size = min(size, self._window) if longest <= self._window else size
-      slots = self._num_slots(len(rows), longest)
+      # A middle reads `size` segments and null groups at once.
+      slots = self._num_slots(len(rows), size)
       state = self._begin(layer_params, *_pad(rows, size), keys, slots=slots)
     else:
       layer_params, state, slots = params, self._slide(rows), 0
@@ -218,7 +219,13 @@ class Generator:
   def _unstack(self, params):
     """The parameters by layer, with matrices in the dtype of the layer's products."""
     dtype = getattr(self._model, "dtype", jnp.float32)
-    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, self._model.unstack(params))
+
+    def cast(path, x):
+      names = {getattr(key, "key", key) for key in path}
+      # A frozen model has its own dtype; the residual projection of routing is float32.
+      return x if x.ndim < 2 or names & {"frozen", "residual"} else x.astype(dtype)
+
+    return jax.tree.map_with_path(cast, self._model.unstack(params))
 
   def _num_slots(self, batch: int, longest: int) -> int:
     """The number of slots in an attention cache of B rows for the next call."""

@@ -95,7 +95,7 @@ def from_torch(
   state = torch_arrays.find_state(state_dict)
   torch_arrays.check_names(state, table, "H-Net of that layout")
   for name, shape in shapes_of(model).items():
-    if (got := tuple(state[name].shape)) != shape:
+    if (got := tuple(getattr(state[name], "shape", ("no array",)))) != shape:
       raise UserError(f"{name}: expected the shape {shape}, got {got}")
   narrow = [path for path in table if path.endswith((*torch_arrays.MATRICES, "embedding"))]
   narrow = {path: jnp.dtype(dtype) for path in narrow if "/residual/" not in path}
@@ -118,11 +118,12 @@ def make_settings(
     layout = layout[1]
   is_nested = outer and isinstance(layout, list) and len(layout) == 1
   strings = [*itertools.chain(*outer), *layout] if is_nested else [""]
-  if not all(re.fullmatch(r"([mMtT]\d+)+", str(x)) for x in strings):
+  if not all(re.fullmatch(r"([mMtT][1-9]\d*)+", str(x)) for x in strings):
     expected = 'a layout such as ["m4", ["T22"], "m4"]'
     raise UserError(f"arch_layout: expected {expected}, got {config['arch_layout']}")
   if config.get("tie_embeddings"):
     raise UserError("tie_embeddings: expected false, as of every released model, got true")
+  _check_lengths(config, len(outer) + 1)
   # Multiples of 128; 0 where no layer has a feed-forward network.
   widths = [-(-width // 128) * 128 for width in config["d_intermediate"]]
   model = config_lib.default_model()
@@ -139,6 +140,21 @@ def make_settings(
     stage = stage.middle
   model.update(_make_stack(config, len(outer), layout[0]))
   return model
+
+
+def _check_lengths(config: Mapping, num_stages: int) -> None:
+  """Checks that the settings by stage have as many values as there are stages."""
+  try:
+    lists = [config["d_model"], config["d_intermediate"]]
+    lists += [config["attn_cfg"][x] for x in ("num_heads", "rotary_emb_dim", "window_size")]
+    is_complete = all(len(x) == num_stages for x in lists) and isinstance(
+      config["ssm_cfg"], Mapping
+    )
+  except (LookupError, TypeError):
+    is_complete = False
+  if not is_complete:
+    expected = f"{num_stages} values of each stage's setting, and ssm_cfg"
+    raise UserError(f"config: expected {expected}, got another JSON")
 
 
 def _make_stack(config: Mapping, depth: int, layout: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import collections
 import math
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,11 @@ class StoredArray(NamedTuple):
   read: Callable[[], np.ndarray]
 
   def __array__(self, dtype=None, copy=None) -> np.ndarray:
-    return np.asarray(self.read(), dtype)
+    try:
+      return np.asarray(self.read(), dtype)
+    except (ValueError, LookupError, zipfile.BadZipFile, zlib.error, SafetensorError) as error:
+      reason = f"{type(error).__name__}: {error}"
+      raise UserError(f"expected a complete array, got {reason}") from error
 
 
 def open_arrays(path: Path) -> Mapping[str, Any]:

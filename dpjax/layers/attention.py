@@ -145,7 +145,7 @@ class LocalAttention(SelfAttention):
 class RelativePositions(NamedTuple):
   """Embeddings of distances, and biases of queries: for keys and for positions."""
 
-  table: Float[Array, "R D"]
+  table: Float[Array, "N D"]
   content_bias: Float[Array, "H E"]
   position_bias: Float[Array, "H E"]
 
@@ -176,7 +176,7 @@ class RelativeAttentionCache(NamedTuple):
   """Keys and values, and the projected table of distances, computed where a row begins."""
 
   attention: ops.AttentionCache
-  distances: Float[Array, "H M E"]
+  distances: Float[Array, "H R E"]
 
 
 class RelativeAttention(nn.Module):

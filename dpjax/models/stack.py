@@ -97,7 +97,7 @@ class Stack(nn.Module):
       bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T only.
       required_length: see `dpjax.ops.run_in_bucket`.
     """
-    x_btd = self._residual(x_btd)
+    x_btd = self.cast_residual(x_btd)
     inputs = {"positions": positions, "document_starts": document_starts}
     inputs = {name: x for name, x in inputs.items() if x is not None}
     run = functools.partial(
@@ -148,7 +148,7 @@ class Stack(nn.Module):
       lengths: [B], int32, the number of real tokens in each row; None means all.
       positions: as in a call, for `max_length` distances.
     """
-    x_btd = self._residual(x_btd)
+    x_btd = self.cast_residual(x_btd)
     layers = self.unstack(self.variables["params"])
     blocks = self.unbind()[0].blocks
 
@@ -176,7 +176,8 @@ class Stack(nn.Module):
     x_btd, rest = run(x_btd, pairs[num_looped:])
     return x_btd, (*looped, *rest)
 
-  def _residual(self, x_btd: jax.Array) -> jax.Array:
+  def cast_residual(self, x_btd: jax.Array) -> jax.Array:
+    """The input in `residual_dtype`."""
     return x_btd if self.residual_dtype is None else x_btd.astype(self.residual_dtype)
 
   def unstack(self, params: Mapping) -> Mapping:

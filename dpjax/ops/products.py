@@ -140,7 +140,7 @@ def _multiply_row(x: jax.Array, y: jax.Array, axes: Any, batch: Any) -> jax.Arra
   columns = [n for i, n in enumerate(y.shape) if i not in (*axes[1], *batch[1])]
   shape = *x.shape[: x.ndim - num_summed], *columns
   x = x.reshape(*x.shape[:num_shared], 1, *x.shape[x.ndim - num_summed :])
-  has_parts = axes[1] == [0] and x.size % _PART == 0
+  has_parts = not num_shared and axes[1] == [0] and x.size % _PART == 0
   if has_parts:
     x, y = x.reshape(-1, 1, _PART), y.reshape(-1, _PART, *y.shape[1:])
     num_shared, batch, axes = 1, ([0], [0]), ([2], [1])

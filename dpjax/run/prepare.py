@@ -111,7 +111,9 @@ def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
   """The tokens in `data.path`; a `UserError` if they were encoded with other settings."""
   data, boundaries = config.data, _text_boundaries(config)
   ready = open_tokens(data.path, boundaries=boundaries)
-  origin = files.load_json(Path(data.path, files.RECORD)).get("origin", {})
+  origin = files.load_json(Path(data.path, files.RECORD)).get("origin")
+  if origin is None:
+    raise UserError(f"data.path: expected tokens of this version, got earlier ones in {data.path}")
   keys = origin.get("unigram"), boundaries and boundaries.key
   isolate = data.isolate_documents
   pairs: dict[str, Any] = {

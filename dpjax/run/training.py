@@ -263,7 +263,7 @@ def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], di
     if folder:
       other = _load_other(folder, key, run.tokenizer, model)
       params = other.params
-      message = f"{key}: expected parameters of this model, got others in {other.workdir}"
+      message = f"{key}: expected parameters of this model, got others in {folder}"
       arrays, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
       checkpoints.check_arrays(arrays, expected, message)
     return params if frozen is None else build.with_frozen(params, frozen.params)

@@ -349,6 +349,17 @@ def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
   assert slots == [16, 16, 29, 29, 29]
 
 
+@pytest.mark.slow
+def test_a_middle_holds_a_padded_prompt_and_its_null_group(monkeypatch):
+  maker = make(max_length=29, boundaries="whitespace", **POOLED)
+  expected = write(maker, ["ab cdefghi"], length=5, overflow="error")
+  monkeypatch.setattr(generator_lib, "_CHUNK", 4)
+  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
+  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
+  maker = make(max_length=29, boundaries="whitespace", **POOLED)
+  assert write(maker, ["ab cdefghi"], length=5, overflow="error") == expected
+
+
 def test_bfloat16_weights_of_a_float32_model(dispatcher):
   settings = dict(length=9, seed=3, overflow="continue")
   generator, _ = make(seed=None, dtype="bfloat16")

@@ -167,7 +167,11 @@ def test_wrong_settings_are_refused():
   for key, value, message in (
     ("arch_layout", ["m2", ["x2"], "m2"], "arch_layout: expected a layout"),
     ("arch_layout", ["T2"], "arch_layout: expected a layout"),
+    ("arch_layout", ["m2", ["T0"], "m2"], "arch_layout: expected a layout"),
     ("tie_embeddings", True, "tie_embeddings: expected false"),
+    ("d_model", [64], "config: expected 2 values"),
+    ("attn_cfg", {}, "config: expected 2 values"),
+    ("ssm_cfg", None, "config: expected 2 values of each stage's setting, and ssm_cfg"),
   ):
     with pytest.raises(dpjax.UserError, match=message):
       from_torch(state, config={**config, key: value})
@@ -260,6 +264,11 @@ def test_files_of_both_kinds_load_alike(folder, monkeypatch):
   np.testing.assert_array_equal(got, expected)
   with pytest.raises(dpjax.UserError, match="step, model: expected None for an H-Net"):
     dpjax.load(folder / "hnet.pt", 3)
+  content = bytearray((folder / "hnet.pt").read_bytes())
+  content[content.index(state["lm_head.weight"].tobytes()[:64]) + 9] ^= 1
+  (folder / "hnet.pt").write_bytes(content)
+  with pytest.raises(dpjax.UserError, match="hnet.pt: expected a complete array, got BadZipFile"):
+    dpjax.load(folder / "hnet.pt")
 
 
 def test_a_pickle_runs_no_code(folder, monkeypatch):
