@@ -167,7 +167,10 @@ def model_config(settings: Settings, mixer: str, width: int, extra: int = 0) -> 
     options |= dict(num_heads=4)
   if "num_levels" in names:
     options |= dict(num_levels=settings.window.bit_length() - 1)
-  options |= {name: settings.window for name in ("window", "num_taps") if name in names}
+  if mixer == "mamba2":
+    options |= dict(head_width=16)  # divides every width
+  else:
+    options |= {name: settings.window for name in ("window", "num_taps") if name in names}
   if "rotary_base" in names:
     options |= dict(rotary_base=10_000.0, use_bias=False)
   if mixer in EXTRACTORS:  # the cheapest where rows are longer than the window
