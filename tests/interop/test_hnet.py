@@ -62,7 +62,7 @@ def loss_of(output, tokens, factors):
   return nats + 0.03 * sum(ratios), (nats, jnp.stack(ratios), output)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [helpers.slow_unless(x == "one_stage", x) for x in NAMES])
 def test_the_model_every_gradient_and_documents(name):
   golden, _, _, model, settings, params = prepare(name)
   tokens, factors = golden["tokens"].astype(np.int32), golden["factors"].tolist()
