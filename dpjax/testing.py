@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax.errors import InvalidRngError
 
 from dpjax.layers.mixer import takes_starts
+from dpjax.mixers_in_turn import make_in_turn
 from dpjax.ops import arrays
 
 _BATCH, _LENGTH = 2, 11
@@ -22,7 +23,7 @@ _DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]  # their lengths, row by row
 
 
 def check_mixer(
-  make: Callable[..., nn.Module],
+  make: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...],
   *,
   width: int = 6,
   max_length: int = 13,
@@ -39,7 +40,8 @@ def check_mixer(
 
   Args:
     make: the mixer's class, or a function; called with `max_length=` and, if the mixer
-      has that field, with `dtype=`. `functools.partial` sets other fields.
+      has that field, with `dtype=`. `functools.partial` sets other fields. A tuple of them is
+      checked as a stack of layers in turn.
     width: D.
     max_length: the longest T, at least 11.
     reach: the number of positions up to the farthest one that an output depends on, itself
@@ -60,6 +62,8 @@ def check_mixer(
   names = [*(RELATIONS if relations is None else relations)]
   for name in names:
     arrays.choice("relations", name, RELATIONS)
+  if isinstance(make, tuple):
+    make = partial(make_in_turn, make)
   case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
   case()  # A class that cannot be instantiated raises its own error.
   for name in names:
@@ -284,7 +288,7 @@ def _chunks(case: _Case) -> None:
   module, inputs = case(), case.draw()
   step = jax.jit(case.with_params(module))
   full, plans = step(inputs), [_CHUNKS]
-  if getattr(module, "is_unbounded", True):
+  if all(getattr(mixer, "is_unbounded", True) for mixer in _mixers(module)):
     plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
   for plan in plans:
     cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
@@ -376,13 +380,15 @@ def _documents(case: _Case) -> None:
 
 def _has(case: _Case, name: str) -> bool:
   """Whether the mixer has a cache or takes `document_starts`, as `check_mixer` was called."""
-  module, expected = case(), getattr(case, name)
-  if name == "has_cache":
-    method, has = "init_cache", hasattr(module, "init_cache")
-  else:
-    method, has = "__call__", takes_starts(module)
-  _expect(has == expected, f"{name}: expected {has}, as the mixer's `{method}`, got {expected}")
-  return has
+  method = "init_cache" if name == "has_cache" else "__call__"
+  has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
+  result, got = all(map(has, _mixers(case()))), getattr(case, name)
+  _expect(result == got, f"{name}: expected {result}, as the mixer's `{method}`, got {got}")
+  return result
+
+
+def _mixers(module: Any) -> list[Any]:
+  return getattr(module, "mixers", [module])
 
 
 RELATIONS: dict[str, Callable[[_Case], None]] = {

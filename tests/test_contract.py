@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 from dpjax import layers, ops, testing
 from dpjax.config import registry
@@ -18,8 +17,6 @@ from dpjax.layers import (
   RelativeAttention,
   SelfAttention,
 )
-from dpjax.layers.mixer import check_input
-from dpjax.models import Stack
 from tests import helpers
 
 BATCH, LENGTH, WIDTH, HEADS, MAX_LENGTH = 2, 11, 6, 2, 13
@@ -107,50 +104,6 @@ BUILT_IN = {
   **{name: getattr(layers, name.upper()) for name in ("she", "he", "we", "me")},
 }
 LOCAL = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")
-
-
-class LayersInTurn(nn.Module):
-  """A stack of one layer more than it has mixers, as a mixer."""
-
-  layers: Stack
-  positions: nn.Module | None
-  max_length: int
-  dtype: jnp.dtype
-
-  @property
-  def is_unbounded(self):
-    return all(getattr(mixer, "is_unbounded", True) for mixer in self.layers.mixers)
-
-  def __call__(self, inputs, *, deterministic=True, cache=None, lengths=None, document_starts=None):
-    inputs = check_input(
-      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
-    )
-    shared = None
-    if self.positions is not None:
-      length = inputs.shape[1] if cache is None else self.layers.num_distances
-      shared = self.positions(length, inputs.shape[2], deterministic=deterministic)
-    if cache is not None:
-      return self.layers.step(inputs, cache, lengths, positions=shared)
-    options = dict(deterministic=deterministic, document_starts=document_starts)
-    return self.layers(inputs, positions=shared, **options)
-
-  def init_cache(self, batch, width):
-    return self.layers.init_cache(batch, width)
-
-
-def make_in_turn(makers, max_length, dtype=jnp.float32):
-  def make_block(make):
-    make = partial(make, max_length=max_length)
-    mixer = make(dtype=dtype) if hasattr(make(), "dtype") else make()
-    norms = layers.Norm(dtype=dtype), layers.Norm(dtype=dtype)
-    feed_forward = layers.FeedForward(7, "gelu", dtype=dtype)
-    return layers.Block(mixer, feed_forward, *norms, is_pre_norm=True)
-
-  stack = Stack.in_turn(len(makers) + 1, [partial(make_block, make) for make in makers])
-  shared = [x.make_positions()() for x in stack.mixers if hasattr(x, "make_positions")]
-  return LayersInTurn(stack, shared[0] if shared else None, max_length, dtype)
-
-
 # What a stack adds to its mixers.
 OF_PATTERNS = ("chunks", "documents"), ("causality", "lengths", "tokens", "no_key")
 
@@ -166,9 +119,9 @@ OF_PATTERNS = ("chunks", "documents"), ("causality", "lengths", "tokens", "no_ke
 )
 def test_two_mixers_in_turn_keep_the_contract(names, relations):
   reach = 4 if {*names} <= {*LOCAL} else None  # of three layers
-  make = partial(make_in_turn, [BUILT_IN[name] for name in names])
+  makers = tuple(BUILT_IN[name] for name in names)
   sizes = dict(width=WIDTH, max_length=MAX_LENGTH, reach=reach)
-  testing.check_mixer(make, relations=relations, **sizes)
+  testing.check_mixer(makers, relations=relations, **sizes)
 
 
 def test_the_table_of_built_in_mixers_is_complete():

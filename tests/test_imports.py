@@ -16,6 +16,7 @@ ROOMS = [
   {"ops", "text"},
   {"layers", "data"},
   {"models"},
+  {"mixers_in_turn"},
   {"training", "interop", "testing"},
   {"generation"},
   {"run"},
