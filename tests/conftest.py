@@ -42,7 +42,7 @@ def is_beside(path: pathlib.Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path, config):
-  """Imports nothing of which no test runs."""
+  """Does not import test files whose tests are all slow."""
   return is_beside(collection_path) and config.option.markexpr == "not slow" or None
 
 

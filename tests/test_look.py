@@ -53,7 +53,7 @@ def gumbel():
 
 @pytest.fixture(scope="module")
 def two_stages():
-  """A run with fixed segments of 2, of which 3 make one, and its layers."""
+  """A run with two stages, which pool 2 tokens and then 3 segments, and its layers."""
   inner = config_lib.boundaries("fixed", shortening_factor=3)
   run = pooled("fixed", mixer="he", middle=config_lib.middle(inner, width=10))
   return run, reading.segment(run, TEXT)

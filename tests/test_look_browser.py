@@ -68,7 +68,7 @@ def browser():
 
 @pytest.fixture(params=[(400, "light"), (400, "dark"), (1600, "light"), (1600, "dark")])
 def tab(request, browser, path):
-  """The page at a width and in a theme; afterwards it must have had no error and no request."""
+  """Opens the page at a width and in a theme; fails if it logs an error or sends a request."""
   width, theme = request.param
   tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
   events: list[str] = []

@@ -49,7 +49,7 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
-  """The 16-bit dtype in which `product` multiplies; None if it uses the arrays' dtypes."""
+  """Returns the 16-bit dtype that `product` casts its factors to, or None if it casts nothing."""
   if _context.value == "bfloat16":
     is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
     return jnp.dtype(jnp.bfloat16) if is_low else None
@@ -57,7 +57,7 @@ def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
 
 
 def as_factor(x: jax.Array) -> jax.Array:
-  """Casts `x` to the dtype in which `product` multiplies it, for arrays that only products read."""
+  """Casts `x` as `product` would; use it for arrays that only products read."""
   return x.astype(factor_dtype(x, x) or x.dtype)
 
 
