@@ -21,6 +21,7 @@ float32 as TF32 in both. Without PyTorch, and with Gumbel boundaries, only dpjax
 much the process has grown since it was ready, less Adam's moments where the first step makes them.
 """
 
+import concurrent.futures as futures
 import contextlib
 import importlib.util
 import json
@@ -178,7 +179,9 @@ def programs(
     started[name] = process
     if device == "cpu":  # One at a time: compilations would compete for the cores.
       found[name] = as_program(process)
-  found |= {name: as_program(process) for name, process in started.items() if name not in found}
+  others = [name for name in started if name not in found]
+  with futures.ThreadPoolExecutor() as pool:  # PyTorch compiles in its first run.
+    found |= zip(others, pool.map(as_program, [started[name] for name in others]), strict=True)
   counts = {program.facts["parameters"] for program in found.values()}
   if len(counts) > 1:
     raise RuntimeError(f"parameters: expected one number for all programs, got {counts}")

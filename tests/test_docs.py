@@ -46,14 +46,13 @@ def test_the_page_on_probes_has_their_accuracies():
 
 @pytest.mark.parametrize("name", ["dispatcher", "msa"])
 def test_what_is_said_of_the_papers_size_is_measured(name):
-  row = result(f"table1_ptb/{name}")
-  scores = f"{row['test_perplexity']:.2f}", f"{row['paper_test_perplexity']:.2f}"
+  row = result("reproduce/dispatcher-table1_paper")["rows"][f"ptb/{name}"]
+  scores, paper = row["runs"]["0"]["scores"], f"{row['paper']['perplexity']:.2f}"
+  ours, theirs = (f"{scores[score]:.2f}" for score in ("perplexity", "perplexity_authors_protocol"))
   header = (helpers.ROOT / f"configs/{name}_ptb.py").read_text(encoding="utf-8")
-  assert_said(f"ours {scores[0]} after {row['epochs']:.0f} of 60 epochs", page=header)
-  assert_said(*scores, page=README)
-  best = f"validation perplexity {row['best_valid_perplexity']:.2f}"
-  theirs = f"{row['test_perplexity_authors_protocol']:.2f} by the authors' protocol"
-  assert_said(*scores, best, theirs, page=FAITHFUL)
+  assert_said(f"the paper's {paper}; ours {ours}", page=header)
+  assert_said(ours, paper, page=README)
+  assert_said(f"| {ours} | {theirs} | {paper} |", page=FAITHFUL)
 
 
 def over_floor(model, side: str) -> str:
