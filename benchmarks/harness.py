@@ -372,9 +372,6 @@ def main(
     rounds: see `compare`.
     max_seconds: see `compare`.
   """
-  if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
-    # The allocator reads them when a program starts.
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ALLOCATOR})
   parser = argparse.ArgumentParser(description=description.splitlines()[0])
   parser.add_argument(
     "--out", help=f"path without suffix; results/{name}, or nothing is written with --quick"
@@ -382,7 +379,15 @@ def main(
   parser.add_argument("--quick", action="store_true", help="small cases, three rounds")
   parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each condition")
   parser.add_argument("--parts", default=",".join(parts), help=",".join(parts))
+  parser.add_argument(
+    "--as_installed", action="store_true", help="with glibc's defaults, as users run programs"
+  )
   arguments = parser.parse_args()
+  if arguments.as_installed:
+    ALLOCATOR.clear()
+  elif any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
+    # The allocator reads them when a program starts.
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **ALLOCATOR})
   chosen = arguments.parts.split(",")
   if unknown := [part for part in chosen if part not in parts]:
     parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(unknown)}")

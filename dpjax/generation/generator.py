@@ -230,7 +230,7 @@ class Generator:
   def _num_slots(self, batch: int, longest: int) -> int:
     """The number of slots in an attention cache of B rows for the next call."""
     caches = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
-    most = max((x.keys.shape[2] for x in caches), default=0)
+    most = max((x.values.shape[2] for x in caches), default=0)
     if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_CACHE:
       return most
     # A middle counts segments and the null group.
@@ -240,7 +240,7 @@ class Generator:
   def _resize_cache(self, cache, *, slots: int):
     full = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(len(cache.length))))
     leaves, structure = jax.tree.flatten(cache, is_leaf=_is_attention)
-    sizes = iter(min(slots, x.keys.shape[2]) for x in full)
+    sizes = iter(min(slots, x.values.shape[2]) for x in full)
     leaves = [resize_attention_cache(x, next(sizes)) if _is_attention(x) else x for x in leaves]
     return jax.tree.unflatten(structure, leaves)
 

@@ -270,7 +270,7 @@ class RelativeAttention(nn.Module):
   def init_cache(self, batch: int, width: int) -> RelativeAttentionCache:
     """See `dpjax.layers.mixer.Mixer`; keys and values, [B, H, max_length, E]."""
     attention = _init_cache(self, batch, width, self.max_length)
-    distances = jnp.zeros(attention.keys.shape[1:], self.dtype)
+    distances = jnp.zeros(attention.values.shape[1:], self.dtype)
     return RelativeAttentionCache(attention, distances)
 
 

@@ -20,7 +20,7 @@ from dpjax.ops.arrays import typed
 from dpjax.ops.attention import causal_attention, check_distances, rotary_angles, rotate
 from dpjax.ops.documents import check_lengths, is_real
 from dpjax.ops.placement import automatic_axes
-from dpjax.ops.products import LOW, low_product, product
+from dpjax.ops.products import LOW, as_factor, low_product, product, row_product
 
 
 class AttentionCache(NamedTuple):
@@ -30,12 +30,13 @@ class AttentionCache(NamedTuple):
   smaller `length` restarts a row, or, up to M tokens, returns to an earlier token.
 
   Attributes:
-    keys: heads come first, so that no step transposes the cache.
+    keys: their slots come last, those of values second to last: what a product sums over comes
+      first, so that no step transposes the cache.
     values: likewise.
     length: the number of tokens so far in each row, including lost ones.
   """
 
-  keys: Float[Array, "B H M E"]
+  keys: Float[Array, "B H E M"]
   values: Float[Array, "B H M E"]
   length: Int32[Array, "B"]
 
@@ -50,10 +51,10 @@ def init_attention_cache(
   """
   arrays.integers(batch=batch, max_length=max_length, num_heads=num_heads, features=features)
   arrays.float_dtype(dtype)
-  shape = (batch, num_heads, max_length, features)
-  # Separate arrays: one shared by two leaves could not be donated.
   return AttentionCache(
-    jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch, jnp.int32)
+    jnp.zeros((batch, num_heads, features, max_length), dtype),
+    jnp.zeros((batch, num_heads, max_length, features), dtype),
+    jnp.zeros(batch, jnp.int32),
   )
 
 
@@ -63,11 +64,11 @@ def resize_attention_cache(cache: AttentionCache, max_length: int) -> AttentionC
   A step reads all slots, filled or not, so a short cache is fast while rows are short.
   """
 
-  def resize(x_bhme):
-    edges = [(0, 0, 0), (0, 0, 0), (0, max_length - x_bhme.shape[2], 0), (0, 0, 0)]
-    return jax.lax.pad(x_bhme, jnp.zeros((), x_bhme.dtype), edges)
+  def resize(x, axis):
+    edges = [(0, (max_length - size) * (i == axis), 0) for i, size in enumerate(x.shape)]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), edges)
 
-  return AttentionCache(resize(cache.keys), resize(cache.values), cache.length)
+  return AttentionCache(resize(cache.keys, 3), resize(cache.values, 2), cache.length)
 
 
 @automatic_axes
@@ -117,7 +118,7 @@ def causal_attention_cached(
   Source: see `causal_attention`.
   """
   lengths = _check(queries, keys, values, cache, lengths)
-  chunk, max_length = queries.shape[1], cache.keys.shape[2]
+  chunk, max_length = queries.shape[1], cache.values.shape[2]
   new = chunk if lengths is None else lengths
   if arrays.is_concrete(cache.length) and arrays.is_concrete(new):
     longest = (np.asarray(cache.length) + np.asarray(new)).max(initial=0)
@@ -168,7 +169,7 @@ def relative_attention_cached(
   Source: see `relative_attention`; the ring is the memory of Sec. 3.2, for the last M tokens.
   """
   lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
-  chunk, max_length = queries.shape[1], cache.keys.shape[2]
+  chunk, max_length = queries.shape[1], cache.values.shape[2]
   check_distances(positions, max_length)
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   token_bc = cache.length[:, None] + index_c[None]
@@ -181,9 +182,10 @@ def relative_attention_cached(
   else:
     # The chunk may take the slots of tokens that its first ones still see.
     new_keys, new_values = (
-      _zero_padding(x, lengths).astype(cache.keys.dtype).swapaxes(1, 2) for x in (keys, values)
+      _zero_padding(x, lengths).astype(cache.keys.dtype) for x in (keys, values)
     )
-    all_keys, all_values = [cache.keys, new_keys], [cache.values, new_values]
+    all_keys = [cache.keys, new_keys.transpose(0, 2, 3, 1)]
+    all_values = [cache.values, new_values.swapaxes(1, 2)]
     age_bm = (cache.length[:, None] - 1 - slot_m[None]) % max_length
     to_past_bcm = 1 + index_c[None, :, None] + age_bm[:, None]
     shape = token_bc.shape[0], chunk, chunk
@@ -230,58 +232,64 @@ def local_attention_cached(
     output: [[5 4]], the means of 4 2 9 and of 2 9 1
     cache:  values [[9 1 2]]  length [5]
 
-  Scores of tokens rotated by `rotate` depend only on distances, so the cache holds keys as they
-  are, and a `rotary_base` rotates them as they are read, however far a row goes; of each head the
-  first `rotary_features`, by default all.
+  A `rotary_base` rotates queries and keys by their positions (`rotate`), of each head the first
+  `rotary_features`, by default all. Scores depend only on distances, so the cache holds the keys
+  rotated by their slots, and no angle grows however far a row goes: a query in slot m is rotated by
+  m for the slots up to its own, and by m + M for those after it, whose keys are older.
 
   The other arguments, the results and the errors are those of `causal_attention_cached`.
   """
   lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   if rotary_base is not None:
     arrays.number("rotary_base", rotary_base, "None or a number above 0", lambda x: 0 < x < np.inf)
-  chunk, window = queries.shape[1], cache.keys.shape[2]
+  chunk, window = queries.shape[1], cache.values.shape[2]
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   slot_bc = (cache.length[:, None] + index_c[None]) % window
 
-  def turn(x_bnhe, position_bn):
+  def turn(x_bnhe, position_bn, from_bn=None):
     if rotary_base is None:
       return x_bnhe
     features = rotary_features or x_bnhe.shape[3]
-    table = rotary_angles(window - 1 + chunk, features, rotary_base)
-    return rotate(x_bnhe, jnp.asarray(table)[position_bn])
+    table = jnp.asarray(rotary_angles(window + max(window, chunk), features, rotary_base))
+    angles = table[position_bn]
+    return rotate(x_bnhe, angles if from_bn is None else angles - table[from_bn])
 
+  turned_keys = turn(keys, slot_bc)
   if chunk == 1:
     # Written before it is read, or XLA would copy the cache at every step.
-    after = _append(keys, values, cache, slot_bc, lengths)
-    age_bm = (cache.length[:, None] - jnp.arange(window, dtype=jnp.int32)[None]) % window
-    all_keys = turn(after.keys.astype(queries.dtype).swapaxes(1, 2), window - 1 - age_bm)
-    q_b1he = turn(queries, jnp.full_like(slot_bc, window - 1))
+    cache_after = _append(turned_keys, values, cache, slot_bc, lengths)
+    slot_m = jnp.arange(window, dtype=jnp.int32)
+    scores_bh1m = _scores(turn(queries, slot_bc), cache_after.keys)
+    if rotary_base is not None:
+      from_next_bh1m = _scores(turn(queries, slot_bc + window), cache_after.keys)
+      is_next_bm = slot_m[None] > slot_bc
+      scores_bh1m = jnp.where(is_next_bm[:, None, None], from_next_bh1m, scores_bh1m)
+    age_bm = (cache.length[:, None] - slot_m[None]) % window
     sees_b1m = (age_bm <= cache.length[:, None])[:, None]
-    scores_bh1m = _scores(q_b1he, all_keys.swapaxes(1, 2))
-    outputs = _attend(scores_bh1m, sees_b1m, [after.values], values.dtype)
-    return _zero_padding(outputs, lengths), after
+    outputs = _attend(scores_bh1m, sees_b1m, [cache_after.values], values.dtype)
+    return _zero_padding(outputs, lengths), cache_after
   num_past = window - 1
   past_bp = cache.length[:, None] - num_past + jnp.arange(num_past, dtype=jnp.int32)[None]
 
-  def with_past(kept_bhme, new_bche):
-    past_bhpe = jnp.take_along_axis(kept_bhme, (past_bp % window)[:, None, :, None], axis=2)
-    new_bche = _zero_padding(new_bche, lengths).astype(kept_bhme.dtype)
-    return jnp.concatenate([past_bhpe.swapaxes(1, 2), new_bche], axis=1).astype(queries.dtype)
+  def with_past(kept_bmhe, new_bche):
+    past_bphe = jnp.take_along_axis(kept_bmhe, (past_bp % window)[..., None, None], axis=1)
+    new_bche = _zero_padding(new_bche, lengths).astype(kept_bmhe.dtype)
+    return jnp.concatenate([past_bphe, new_bche], axis=1).astype(queries.dtype)
 
+  slot_bn = jnp.concatenate([past_bp % window, slot_bc], axis=1)
   position_n = jnp.arange(num_past + chunk, dtype=jnp.int32)[None]
   q_bnhe = jnp.pad(queries, ((0, 0), (num_past, 0), (0, 0), (0, 0)))
-  k_bnhe, v_bnhe = with_past(cache.keys, keys), with_past(cache.values, values)
   # The row begins after the slots that no token has filled yet.
   first_b1 = num_past - jnp.minimum(cache.length, num_past)[:, None]
   document_starts = ((position_n == 0) | (position_n == first_b1)).astype(jnp.int32)
   outputs = causal_attention(
     turn(q_bnhe, position_n),
-    turn(k_bnhe, position_n),
-    v_bnhe,
+    turn(with_past(cache.keys.transpose(0, 3, 1, 2), turned_keys), position_n, slot_bn),
+    with_past(cache.values.swapaxes(1, 2), values),
     document_starts=document_starts,
     window=window,
   )[:, num_past:]
-  cache = _append_last(keys, values, cache, slot_bc, lengths)
+  cache = _append_last(turned_keys, values, cache, slot_bc, lengths)
   return _zero_padding(outputs.astype(values.dtype), lengths), cache
 
 
@@ -289,7 +297,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
   """Checks what the types do not; returns the lengths as int32, or None."""
   arrays.check_not_empty(queries=queries, **{"cache.keys": cache.keys})
   arrays.check_dtype(queries.dtype, keys=keys, values=values)
-  chunk, max_length = queries.shape[1], cache.keys.shape[2]
+  chunk, max_length = queries.shape[1], cache.values.shape[2]
   if chunk > max_length and not is_ring:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
@@ -299,7 +307,7 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
 
 def _append_last(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionCache:
   """`_append` to a ring, which keeps the last M tokens of a long chunk."""
-  chunk, size = keys.shape[1], cache.keys.shape[2]
+  chunk, size = keys.shape[1], cache.values.shape[2]
   num_new = chunk if lengths is None else lengths[:, None]
   is_last_bc = jnp.arange(chunk, dtype=jnp.int32)[None] >= num_new - size
   return _append(keys, values, cache, jnp.where(is_last_bc, slot_bc, size), lengths)
@@ -309,28 +317,32 @@ def _append(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionC
   """Writes the real tokens of the chunk into the cache, except those beyond its end."""
   chunk = keys.shape[1]
   if lengths is not None:
-    slot_bc = jnp.where(is_real(lengths, chunk), slot_bc, cache.keys.shape[2])
-  head_h = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    slot_bc = jnp.where(is_real(lengths, chunk), slot_bc, cache.values.shape[2])
+  head_h1 = jnp.arange(keys.shape[2], dtype=jnp.int32)[:, None]
 
-  @jax.vmap  # Row by row, so that a batch may lie on several devices.
-  def write(old_hme, slot_c, new_che):
+  # Row by row, so that a batch may lie on several devices. Every head has an index: with [:, slot]
+  # XLA copies a cache of one row.
+  @jax.vmap
+  def write_keys(old_hem, slot_c, new_che):
+    new_hce = new_che.astype(old_hem.dtype).swapaxes(0, 1)
+    return old_hem.at[head_h1, :, slot_c[None]].set(new_hce, mode="drop")
+
+  @jax.vmap
+  def write_values(old_hme, slot_c, new_che):
     new_hce = new_che.astype(old_hme.dtype).swapaxes(0, 1)
-    # Indexes every head: with [:, slot] XLA copies a cache of one row.
-    return old_hme.at[head_h[:, None], slot_c[None]].set(new_hce, mode="drop")
+    return old_hme.at[head_h1, slot_c[None]].set(new_hce, mode="drop")
 
   return AttentionCache(
-    write(cache.keys, slot_bc, keys),
-    write(cache.values, slot_bc, values),
+    write_keys(cache.keys, slot_bc, keys),
+    write_values(cache.values, slot_bc, values),
     cache.length + (chunk if lengths is None else lengths),
   )
 
 
-def _scores(queries_bche, keys_bhme) -> jax.Array:
-  keys_bhme = keys_bhme.astype(queries_bche.dtype)
+def _scores(queries_bche, keys_bhem) -> jax.Array:
   if queries_bche.shape[1] == 1:
-    # With an axis of one XLA would change the layout of the cache.
-    return product("bhe,bhme->bhm", queries_bche[:, 0], keys_bhme)[:, :, None]
-  return product("bche,bhme->bhcm", queries_bche, keys_bhme)
+    return row_product(as_factor(queries_bche[:, 0]), as_factor(keys_bhem))[:, :, None]
+  return product("bche,bhem->bhcm", queries_bche, keys_bhem.astype(queries_bche.dtype))
 
 
 def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
@@ -339,18 +351,18 @@ def _attend(scores_bhcn, sees_bcn, values: list[jax.Array], dtype) -> jax.Array:
   scores_bhcn = jnp.where(sees_bcn[:, None], scores_bhcn * features**-0.5, -jnp.inf)
   weights_bhcn = jax.nn.softmax(scores_bhcn, axis=-1).astype(dtype)
   ends = np.cumsum([x.shape[2] for x in values])
-  outputs = [
-    _product_of_values(weights_bhcm, values_bhme.astype(dtype))
-    for weights_bhcm, values_bhme in zip(jnp.split(weights_bhcn, ends[:-1], 3), values, strict=True)
-  ]
+  weights = jnp.split(weights_bhcn, ends[:-1], 3)
+  outputs = [_sum_values(x, y) for x, y in zip(weights, values, strict=True)]
   return sum(outputs[1:], outputs[0]).astype(dtype)
 
 
-def _product_of_values(weights_bhcm, values_bhme) -> jax.Array:
-  spec = "bhcm,bhme->bche"
+def _sum_values(weights_bhcm, values_bhme) -> jax.Array:
+  if weights_bhcm.shape[2] == 1:
+    return row_product(weights_bhcm[:, :, 0], values_bhme)[:, None]
+  values_bhme = values_bhme.astype(weights_bhcm.dtype)
   if values_bhme.dtype in LOW:
-    return low_product(weights_bhcm, values_bhme, spec, values_bhme.dtype)
-  return jnp.einsum(spec, weights_bhcm, values_bhme)
+    return low_product(weights_bhcm, values_bhme, "bhcm,bhme->bche", values_bhme.dtype)
+  return jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme)
 
 
 def _zero_padding(x_bche, lengths) -> jax.Array:

@@ -341,7 +341,7 @@ def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
   advance = generator._advance[True]
 
   def spy(params, state, *rest):
-    slots.extend(x.keys.shape[2] for x in generator_lib._attention_caches(state.cache)[:1])
+    slots.extend(x.values.shape[2] for x in generator_lib._attention_caches(state.cache)[:1])
     return advance(params, state, *rest)
 
   generator._advance[True] = spy
