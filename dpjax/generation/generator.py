@@ -170,15 +170,16 @@ class Generator:
       size = 1 << (longest - 1).bit_length()  # few sizes, so few programs
       size = min(size, self._window) if longest <= self._window else size
       # A middle reads `size` segments and null groups at once.
-      slots = self._num_slots(len(rows), size)
+      caches = self._attention_caches(len(rows))
+      slots = self._num_slots(caches, size)
       state = self._begin(layer_params, *_pad(rows, size), keys, slots=slots)
     else:
-      layer_params, state, slots = params, self._slide(rows), 0
+      layer_params, state, caches, slots = params, self._slide(rows), [], 0
     while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:
       longest = max(len(rows[i]) for i in active)
       if is_cached and slides and longest > self._window:
         is_cached, layer_params, state = False, params, self._slide(rows)
-      elif is_cached and (more := self._num_slots(len(rows), longest)) > slots:
+      elif is_cached and (more := self._num_slots(caches, longest)) > slots:
         slots, state = more, state._replace(cache=self._resize(state.cache, slots=more))
       state, tokens = self._advance[is_cached](layer_params, state, keys, draw)
       pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
@@ -227,9 +228,12 @@ class Generator:
 
     return jax.tree.map_with_path(cast, self._model.unstack(params))
 
-  def _num_slots(self, batch: int, longest: int) -> int:
-    """The number of slots in an attention cache of B rows for the next call."""
-    caches = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
+  def _attention_caches(self, batch: int) -> list[AttentionCache]:
+    """The shapes of the attention caches of B rows, with all their slots."""
+    return _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
+
+  def _num_slots(self, caches: list[AttentionCache], longest: int) -> int:
+    """The number of slots in each cache for the next call."""
     most = max((x.values.shape[2] for x in caches), default=0)
     if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_CACHE:
       return most
@@ -238,7 +242,7 @@ class Generator:
     return min(most, 1 << (max(needed, _LEAST_SLOTS) - 1).bit_length())
 
   def _resize_cache(self, cache, *, slots: int):
-    full = _attention_caches(jax.eval_shape(lambda: self._model.init_cache(len(cache.length))))
+    full = self._attention_caches(len(cache.length))
     leaves, structure = jax.tree.flatten(cache, is_leaf=_is_attention)
     sizes = iter(min(slots, x.values.shape[2]) for x in full)
     leaves = [resize_attention_cache(x, next(sizes)) if _is_attention(x) else x for x in leaves]

@@ -131,20 +131,24 @@ def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
 
 
+_PART = 64  # terms of a sum of one row, by benchmarks/generation.py
+
+
 def _multiply_row(x: jax.Array, y: jax.Array, axes: Any, batch: Any) -> jax.Array:
   """`lax.dot_general` of factors of 16 bits, x [shared.., 1.., summed..]."""
-  num_shared, num_summed = len(batch[1]), len(axes[1])
-  shared, summed = x.shape[:num_shared], x.shape[x.ndim - num_summed :]
+  num_summed, num_shared = len(axes[0]), len(batch[0])
   columns = [n for i, n in enumerate(y.shape) if i not in (*axes[1], *batch[1])]
   shape = *x.shape[: x.ndim - num_summed], *columns
-  if [*batch[1], *axes[1]] == [*range(num_shared + num_summed)]:
-    size = math.prod(summed)
-    return _sum_parts(x.reshape(*shared, size), y.reshape(*shared, size, -1)).reshape(shape)
-  x = x.reshape(*shared, 1, *summed)
+  x = x.reshape(*x.shape[:num_shared], 1, *x.shape[x.ndim - num_summed :])
+  has_parts = not num_shared and axes[1] == [0] and x.size % _PART == 0
+  if has_parts:
+    x, y = x.reshape(-1, 1, _PART), y.reshape(-1, _PART, *y.shape[1:])
+    num_shared, batch, axes = 1, ([0], [0]), ([2], [1])
   x = jnp.pad(x, [(0, i == num_shared) for i in range(x.ndim)])
   axes = [*range(num_shared + 1, x.ndim)], axes[1]
   z = lax.dot_general(x, y, (axes, ([*range(num_shared)], batch[1])), **_SUMS)
-  return lax.index_in_dim(z, 0, num_shared, keepdims=False).reshape(shape)
+  z = lax.index_in_dim(z, 0, num_shared, keepdims=False)
+  return (jnp.sum(z, axis=0) if has_parts else z).reshape(shape)
 
 
 def row_product(x_bhk: jax.Array, y_bhkn: jax.Array) -> jax.Array:
