@@ -16,7 +16,7 @@ from dpjax.ops.arrays import Starts, typed
 from dpjax.ops.attention_tiles import tiled
 from dpjax.ops.documents import document_positions
 from dpjax.ops.dropout import dropout
-from dpjax.ops.placement import automatic_axes, by_platform, has_cuda, is_symbolic
+from dpjax.ops.placement import automatic_axes, by_platform, each_row, has_cuda, is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
 
@@ -81,7 +81,7 @@ def causal_attention(
   qkv = queries, keys, values
   reach_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size, window)
 
-  def attend(size: int, queries, keys, values):
+  def attend(size: int, queries, keys, values, reach_bt=reach_bt):
     if size:
       return tiled(queries, keys, values, None, reach_bt, dropout_rate, dropout_key, size)
     # JAX's function always computes the softmax in float32.
@@ -94,6 +94,12 @@ def causal_attention(
     return _attend(scores_bhts, values, reach_bt, dropout_rate, dropout_key)
 
   runs: dict[str, Any] = {name: functools.partial(attend, size) for name, size in sizes.items()}
+  size = sizes.get("cpu", sizes["default"])
+  if not size and not dropout_rate and _is_faster_by_row(queries):
+    # The scores of a row stay in the processor's caches, and those of all rows take no memory.
+    per_row = [] if reach_bt is None else [jnp.broadcast_to(reach_bt, queries.shape[:2])]
+    attend_row = jax.checkpoint(functools.partial(attend, size))
+    runs["cpu"] = lambda *qkv: each_row(attend_row, *qkv, *per_row)
   if block_size is None and not dropout_rate and reach_bt is None and _has_cudnn(*qkv):
     runs["cuda"] = _attend_by_cudnn
   return by_platform(runs, *qkv)
@@ -223,6 +229,15 @@ def check_distances(positions: jax.Array, length: int) -> None:
   if len(positions) < length:
     got = arrays.describe(positions)
     raise ValueError(f"positions: expected R of at least {length} of [R, H, E], got {got}")
+
+
+def _is_faster_by_row(queries: jax.Array) -> bool:
+  """Whether a CPU is faster row by row, by benchmarks/ops.py: rows have work for several cores."""
+  if is_symbolic(queries):
+    return False
+  batch, length, heads, _ = queries.shape
+  row_bytes = 4 * heads * length**2
+  return row_bytes >= 2**17 and batch * row_bytes >= 2**23
 
 
 def _has_cudnn(*qkv: jax.Array) -> bool:

@@ -47,6 +47,16 @@ def is_symbolic(x: jax.Array) -> bool:
   return export.is_symbolic_dim(x.shape[0])
 
 
+def each_row(run: Callable, *arrays: jax.Array) -> Any:
+  """Applies `run` to one row per device at a time: what it computes stays in a CPU's caches."""
+  devices = num_devices()
+  if is_symbolic(arrays[0]) or len(arrays[0]) % devices:
+    devices = 1
+  rows = [jnp.moveaxis(x.reshape(devices, -1, *x.shape[1:]), 1, 0) for x in arrays]
+  results = lax.map(lambda x: run(*x), rows)
+  return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]), results)
+
+
 def divide_rows(x: jax.Array) -> jax.Array:
   """Keeps the first axis of an activation sharded over the devices of a run, like its batch.
 

@@ -23,9 +23,9 @@ from dpjax.ops.documents import check_lengths, document_positions, is_real
 from dpjax.ops.placement import (
   automatic_axes,
   by_platform,
+  each_row,
   has_triton,
   is_symbolic,
-  num_devices,
   pvary_like,
 )
 from dpjax.ops.products import sum_dtype
@@ -284,16 +284,6 @@ def _unrolled(values, gates, level_keep):
   return v_bthe.astype(values.dtype)
 
 
-def _each_row(run, *arrays):
-  """Applies `run` to one row per device at a time, so that its levels stay in a CPU's caches."""
-  devices = num_devices()
-  if is_symbolic(arrays[0]) or len(arrays[0]) % devices:
-    devices = 1
-  rows = [jnp.moveaxis(x.reshape(devices, -1, *x.shape[1:]), 1, 0) for x in arrays]
-  results = lax.map(lambda x: run(*x), rows)
-  return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(-1, *y.shape[2:]), results)
-
-
 def _scan(values, gates, level_keep):
   length, dtype = values.shape[1], sum_dtype(values, gates)
 
@@ -331,7 +321,7 @@ def _pull_rows(values, gates, grad, level_keep):
   # All levels of one block take at most the memory of two levels of all features and rows.
   room = 2 * (1 if is_symbolic(values) else rows) * features // levels
   size = min(features, _BLOCK, max(room // 8 * 8, -(-room // 2)))
-  return _each_row(partial(_pull_blocks, size, level_keep=level_keep), values, gates, grad)
+  return each_row(partial(_pull_blocks, size, level_keep=level_keep), values, gates, grad)
 
 
 def _pull_blocks(size, values, gates, grad, level_keep):
@@ -387,7 +377,7 @@ def _pull_blocks(size, values, gates, grad, level_keep):
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
   scan, default = (partial(run, level_keep=level_keep) for run in (_scan, _unrolled))
-  return by_platform({"cpu": partial(_each_row, scan), "default": default}, values, gates)
+  return by_platform({"cpu": partial(each_row, scan), "default": default}, values, gates)
 
 
 _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
