@@ -8,14 +8,14 @@
 # TEXTS is the --data of python -m reproduce. FOLDER receives tokens, and wheels of packages that may
 # not be installed beside JAX and Flax, so that `run` needs no network. OUT receives a JSON file for
 # each report, and log.txt. Rows that OUT or results/reproduce has are not trained again, so a second
-# call continues. PARTS are some of tables,generation,steps,checks. SCALE is paper, or tiny to try
-# everything on a CPU. Status 1: a part has failed, or rows did not fit.
+# call continues; the variable ROWS names others. PARTS are some of tables,generation,steps,checks.
+# SCALE is paper, or tiny to try everything on a CPU. Status 1: a part has failed, or rows did not fit.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 tables=dispatcher-table1,extractors-fig11
 ptb=ptb/dispatcher,ptb/msa
 # On an H200 a row takes about 2 minutes, one on WikiText-2 about 5.
-rows=$ptb,she_2,attention_32_2,he_2,we_2,wikitext2/dispatcher,wikitext2/msa,attention_1_2,me_2
+rows=${ROWS:-$ptb,she_2,attention_32_2,he_2,we_2,wikitext2/dispatcher,wikitext2/msa,attention_1_2,me_2}
 # In memory, if it has 16 GB: checkpoints are written after each of 60 epochs.
 free=$(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1)
 work=$(mktemp -d -p "$( ((${free:-0} > 16000000)) && echo /dev/shm || echo "${TMPDIR:-/tmp}")")
