@@ -14,7 +14,7 @@ from dpjax.text.factory import (
   tokenizer_from_json,
   train_tokenizer,
 )
-from dpjax.text.tokenizer import as_ids, cut_lines
+from dpjax.text.tokenizer import as_ids, cut_lines, rate_cut
 from tests import helpers
 from tests.text.test_subwords import train_sentencepiece
 
@@ -219,6 +219,26 @@ def test_bytes_with_ends_have_two_that_no_text_has():
   ids = [known.start_id, *known.encode("\u00e9"), 0xC3, ord("("), known.end_id]
   assert ids == [254, 0xC3, 0xA9, 0xC3, 0x28, 255]
   assert known.decode(ids) == "\ufffd\u00e9\ufffd(\ufffd"
+
+
+def test_clean_cuts_are_those_that_change_no_subword():
+  """By the library itself, at every place between two lines of a tricky text."""
+  text = "one\ntwo\n\nthree \n four\n\n\n  five\n\t\nsix\u2003\nseven\n\u2003eight \nnine\n"
+  bpe = train_tokenizer("bpe", [text * 3, "\n\n\n\n" * 9], vocab_size=275)
+  whole = bpe.encode(text * 2).tolist()
+  clean = 0
+  for position in range(1, len(text)):
+    before, after = text[:position], text[position:]
+    if rate_cut(before, after):
+      assert before.endswith("\n")
+      parts = bpe.encode(before).tolist() + bpe.encode(after + text).tolist()
+      assert parts == whole
+      rate = rate_cut(before[-2:], after[:2])
+      assert rate == 1 + (after[0].isalpha() and not before[-2].isspace())
+      clean += 1
+  assert clean == 4
+  for before, after in (("one", "two"), ("", "a"), ("one\n", ""), ("a\n\n", "b")):
+    assert rate_cut(before, after) == 0
 
 
 @pytest.mark.parametrize("name", ["sentencepiece_unigram", "wordpiece", "characters"])
