@@ -24,7 +24,9 @@ from tests import helpers, hub
 
 COLUMNS = slice(None, None, 8)  # of the logits that the files keep
 LENGTH = 60  # of the longest rows there
-NAMES = ("one_stage", "two_stages")
+both = pytest.mark.parametrize(
+  "name", ["one_stage", pytest.param("two_stages", marks=pytest.mark.slow)]
+)
 
 
 @functools.cache
@@ -59,7 +61,7 @@ def loss_of(output, tokens, factors):
   return nats + 0.03 * sum(ratios), (nats, jnp.stack(ratios), output)
 
 
-@pytest.mark.parametrize("name", [helpers.slow_unless(x == "one_stage", x) for x in NAMES])
+@both
 def test_the_model_every_gradient_and_documents(name):
   golden, _, _, model, settings, params = prepare(name)
   tokens, factors = golden["tokens"].astype(np.int32), golden["factors"].tolist()
@@ -112,7 +114,7 @@ def test_steps_are_those_of_the_authors():
   assert_near(np.concatenate(logits), expected, golden["largest_logit"], 2e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@both
 def test_export_gives_every_bit_back(name):
   _, config, state, _, settings, params = prepare(name)
   back = to_torch(settings, params)
@@ -170,7 +172,7 @@ def test_wrong_settings_are_refused():
 
 
 def test_layouts_repeat_mixers_in_turn():
-  _, config, *_ = prepare("two_stages")
+  config = json.loads(str(helpers.golden("M_hnet_two_stages")["config"]))
   layout = ["M2t1M2", ["T1m4", ["T26"], "m4T1"], "m4"]
   model = hnet.make_settings({**config, "arch_layout": layout})
   assert [x.has_feed_forward for x in model.first.mixer] == [True, True, False]

@@ -42,7 +42,7 @@ def batch_first(array):
   return np.swapaxes(array, 0, 1)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [helpers.slow_unless("multihead" not in x, x) for x in CASES])
 def test_logits_loss_every_gradient_and_back(case):
   golden = helpers.golden(case)
   config, params = from_torch(state_dict(golden), **CASES[case])
@@ -95,6 +95,7 @@ def test_the_layer_alone_and_its_level_dropout(case, implementation):
     np.testing.assert_allclose(grads[key]["kernel"], expected, **LAYER_GRADIENT)
 
 
+@pytest.mark.slow
 def test_six_updates():
   golden = helpers.golden("J_train_dispatcher")
   config, params = from_torch(helpers.part(golden, "param/"), max_length=16)
