@@ -34,17 +34,6 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
-def parquet(texts, column: str = "text", **options) -> bytes:
-  """A Parquet file with the texts in a column, between two others."""
-  import pyarrow as pa
-  import pyarrow.parquet as pq
-
-  numbers, sink = [f"Q{i}" for i in range(len(texts))], pa.BufferOutputStream()
-  table = pa.table({"id": range(len(texts)), column: texts, "name": numbers})
-  pq.write_table(table, sink, row_group_size=5, **options)
-  return sink.getvalue().to_pybytes()
-
-
 def vocabulary(name: str, size: int) -> dict[str, int]:
   """The setting of a tokenizer's size, if it has one."""
   return {"vocab_size": size} if "vocab_size" in registry.tokenizers.settings(name) else {}
@@ -371,3 +360,14 @@ def collectives(compiled) -> set[str]:
   names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
   text = compiled.as_text()
   return {name for name in names if f" {name}" in text}
+
+
+def parquet(texts, column: str = "text", **options) -> bytes:
+  """A Parquet file with the texts in a column, between two others."""
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+  numbers, sink = [f"Q{i}" for i in range(len(texts))], pa.BufferOutputStream()
+  table = pa.table({"id": range(len(texts)), column: texts, "name": numbers})
+  pq.write_table(table, sink, row_group_size=5, **options)
+  return sink.getvalue().to_pybytes()
