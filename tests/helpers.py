@@ -360,3 +360,14 @@ def collectives(compiled) -> set[str]:
   names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
   text = compiled.as_text()
   return {name for name in names if f" {name}" in text}
+
+
+def parquet(texts, column: str = "text", **options) -> bytes:
+  """A Parquet file with the texts in a column, between two others."""
+  import pyarrow as pa
+  import pyarrow.parquet as pq
+
+  numbers, sink = [f"Q{i}" for i in range(len(texts))], pa.BufferOutputStream()
+  table = pa.table({"id": range(len(texts)), column: texts, "name": numbers})
+  pq.write_table(table, sink, row_group_size=5, **options)
+  return sink.getvalue().to_pybytes()

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on 127.0.0.1, with what uploads and downloads ask of it."""
+"""A web site on 127.0.0.1: a stand-in for the Hugging Face Hub, and files of any other site."""
 
 import base64
 import contextlib
@@ -15,10 +15,16 @@ NARROW = "hf_narrow"  # without any right
 
 
 class Hub(http.server.ThreadingHTTPServer):
-  """Repositories of models and datasets.
+  """Repositories of models and datasets, and plain files.
 
-  `repositories`: by kind and id, "models/me/mine", a dict of "private", "card" (its metadata) and
-  "branches", each a list of commits, which are files by path. `asked`: methods and paths.
+  Attributes:
+    repositories: by kind and id, "models/me/mine", a dict of "private", "card" (its metadata) and
+      "branches", each a list of commits, which are files by path.
+    plain: the other files, by path; the site sends a part of them unless it lacks `has_ranges`.
+    refusals: the status of the next answers.
+    break_after: the bytes after which an answer breaks off.
+    asked: methods and paths, in order.
+    sent: the bytes of all answers.
   """
 
   daemon_threads = True
@@ -29,7 +35,8 @@ class Hub(http.server.ThreadingHTTPServer):
     self.clear()
 
   def clear(self):
-    self.repositories, self.stored, self.asked = {}, {}, []
+    self.repositories, self.plain, self.asked, self.sent = {}, {}, [], 0
+    self.refusals, self.break_after, self.has_ranges = [], None, True
 
   def publish(self, name, files, *, private=False, card=None):
     """Commits files to the main branch of a repository, made if missing."""
@@ -46,6 +53,10 @@ class Hub(http.server.ThreadingHTTPServer):
           return files, commit
     return None, None
 
+  def names(self):
+    """The last parts of the paths of downloads."""
+    return [path.rpartition("/")[2] for path in self.asked if path.startswith("GET ")]
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
   protocol_version = "HTTP/1.1"
@@ -54,29 +65,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def log_message(self, *_):
     pass
 
-  def do_GET(self):
-    self.answer_to("GET")
-
-  def do_HEAD(self):
-    self.answer_to("HEAD")
-
-  def do_POST(self):
-    self.answer_to("POST")
-
-  def do_PUT(self):
-    self.answer_to("PUT")
-
-  def answer_to(self, method):
-    path = urllib.parse.unquote(self.path.partition("?")[0])
-    self.body = self.read()
+  def respond(self):
+    method, path = self.command, urllib.parse.unquote(self.path.partition("?")[0])
+    self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
     self.server.asked.append(f"{method} {path}")
+    if self.server.refusals:
+      return self.refuse(self.server.refusals.pop(0))
+    if path in self.server.plain:
+      return self.plain_file(self.server.plain[path])
     token = self.headers.get("Authorization", "").removeprefix("Bearer ")
     if token == NARROW:
       return self.refuse(403)
     if token not in ("", TOKEN):
       return self.refuse(401, X_Error_Message="Invalid credentials in Authorization header")
-    is_reading = method in ("GET", "HEAD")
-    if not (is_reading or token or path.startswith("/lfs/")):
+    if not token and method not in ("GET", "HEAD"):
       return self.refuse(401)
     for pattern, act in ROUTES:
       if match := re.fullmatch(pattern, path):
@@ -94,15 +96,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return act(self, name, *match.groups())
     raise AssertionError(f"{method} {path}")
 
-  def read(self):
-    """The body, whole or in chunks, as of a file."""
-    if self.headers.get("Transfer-Encoding") != "chunked":
-      return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-    body = b""
-    while size := int(self.rfile.readline(), 16):
-      body += self.rfile.read(size)
-      self.rfile.readline()
-    return body
+  do_GET = do_HEAD = do_POST = do_PUT = respond
 
   def refuse(self, status, **headers):
     self.answer(b'{"error": "no"}', status, **headers)
@@ -115,12 +109,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
       self.send_header(key.replace("_", "-"), str(value))
     self.end_headers()
     if self.command != "HEAD":
+      content = content[: self.server.break_after]
+      self.server.sent += len(content)
       self.wfile.write(content)
 
+  def plain_file(self, content):
+    part = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", ""))
+    if part and self.server.has_ranges:
+      self.answer(content[: int(part[1]) + 1], 206)
+    else:
+      self.answer(content)
+
   def create(self):
-    given = json.loads(self.body)
-    name = f"{given['organization']}/{given['name']}"
-    is_private = given.get("visibility") == "private" or bool(given.get("private"))
+    request = json.loads(self.body)
+    name = f"{request['organization']}/{request['name']}"
+    is_private = request.get("visibility") == "private" or bool(request.get("private"))
     is_new = f"models/{name}" not in self.server.repositories
     if is_new:
       self.server.publish(f"models/{name}", {}, private=is_private)
@@ -129,11 +132,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def check_card(self):
     errors = [{"message": "no such licence"}] * (b"license: my own" in self.body)
     self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
-
-  def store(self, digits):
-    assert hashlib.sha256(self.body).hexdigest() == digits
-    self.server.stored[digits] = self.body
-    self.answer({})
 
   def about(self, name, revision="main"):
     files, commit = self.server.files(name, revision)
@@ -156,19 +154,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.answer(files[path], ETag=f'"{oid(files[path])}"', X_Repo_Commit=commit)
 
   def how_to_upload(self, name, revision):
-    modes = {True: "lfs", False: "regular"}
-    files = [
-      {"path": x["path"], "uploadMode": modes["safetensors" in x["path"]], "shouldIgnore": False}
-      for x in json.loads(self.body)["files"]
-    ]
+    how = {"uploadMode": "regular", "shouldIgnore": False}  # not by LFS
+    files = [{"path": x["path"], **how} for x in json.loads(self.body)["files"]]
     self.answer({"files": files})
-
-  def where_to_upload(self, name):
-    objects = [
-      {**x, "actions": {"upload": {"href": f"{self.server.url}/lfs/{x['oid']}"}}}
-      for x in json.loads(self.body)["objects"]
-    ]
-    self.answer({"transfer": "basic", "objects": objects})
 
   def branch(self, name, branch):
     branches = self.server.repositories[name]["branches"]
@@ -184,8 +172,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
       value = line["value"]
       if line["key"] == "file":
         files[value["path"]] = base64.b64decode(value["content"])
-      elif line["key"] == "lfsFile":
-        files[value["path"]] = self.server.stored[value["oid"]]
       elif line["key"] == "deletedFile":
         del files[value["path"]]
     commits.append(files)
@@ -201,7 +187,6 @@ def oid(content):
 ROUTES = [
   ("/api/repos/create", Handler.create),
   ("/api/validate-yaml", Handler.check_card),
-  (r"/lfs/(\w+)", Handler.store),
 ]
 OF_REPOSITORY = [
   ("", Handler.about),
@@ -209,7 +194,6 @@ OF_REPOSITORY = [
   (r"/tree/([^/]+)", Handler.tree),
   (r"/resolve/([^/]+)/(.*)", Handler.file),
   (r"/preupload/(.*)", Handler.how_to_upload),
-  (r"\.git/info/lfs/objects/batch", Handler.where_to_upload),
   (r"/branch/(.*)", Handler.branch),
   (r"/commit/(.*)", Handler.commit),
 ]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,92 +12,68 @@ from dpjax import config as config_lib
 from dpjax import files
 from dpjax import run as run_lib
 from dpjax.data import tokens as tokens_module
-from dpjax.data.remote import File
 from dpjax.errors import UserError
 from dpjax.run import prepare
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import train_unigram
-from dpjax_papers import corpora
 from tests import helpers
-
-TEXT8 = (" ".join(helpers.WORDS) + " ") * 71
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-  """Of text8, whose archive lies in the manual folder."""
-  monkeypatch.setattr(corpora, "TEXT8", File("http://127.0.0.1:1/text8.zip"))
-  manual = tmp_path / "by_hand"
-  manual.mkdir()
-  with zipfile.ZipFile(manual / "text8.zip", "w") as archive:
-    archive.writestr("text8", TEXT8)
-  config = config_lib.default()
-  config.data.update(name="text8", data_dir=str(tmp_path / "data"), manual_dir=str(manual))
-  return config
+def text(tmp_path):
+  return helpers.write_text(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def config(text):
+  return helpers.small_config(text)
 
 
 def tokens_of(config):
   return sorted(Path(config.data.data_dir, "tokens").glob("*/data.json"))
 
 
-def test_runs_share_the_tokens(config, tmp_path, monkeypatch):
+def test_runs_share_the_tokens(config, text, tmp_path, monkeypatch):
   first = prepare.prepare_tokens(config, tmp_path / "a" / "data")
-  text = "".join(first.tokenizer.decode(tokens) for tokens in first.splits.values())
-  assert text == TEXT8 and first.name == "text8"
+  parts = (first.tokenizer.decode(tokens) for tokens in first.splits.values())
+  assert "".join(parts) == text.read_text() and first.name == "text"
   (made,) = tokens_of(config)
-  assert made.parent.name.startswith("text8_characters_")
+  assert made.parent.name.startswith("text_characters_")
   names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
   assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
   monkeypatch.setattr(tokens_module, "encode_text", lambda *_, **__: 1 / 0)
   second = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
   prepare.prepare_tokens(config, tmp_path / "a" / "data", fresh=True)
-  config.data.name = "text8_tiny"
+  helpers.write_text(text, seed=5)
   with pytest.raises(ZeroDivisionError):
     prepare.prepare_tokens(config, tmp_path / "c" / "data")
-  monkeypatch.undo()
 
 
-@pytest.mark.parametrize(
-  "change",
-  [
-    dict(tokenizer="bytes"),
-    dict(name="text8_tiny"),
-    dict(unigram=True),
-  ],
-)
-def test_other_settings_have_their_own(config, tmp_path, change):
-  prepare.prepare_tokens(config, tmp_path / "a" / "data")
-  if change.pop("unigram", False):
-    config.model.boundaries = config_lib.boundaries("unigram", size=21)
-  config.data.update(change)
-  data = prepare.prepare_tokens(config, tmp_path / "b" / "data")
-  assert len(tokens_of(config)) == 2
-  assert (data.boundaries is None) == (config.model.boundaries.name == "none")
+def test_settings_that_change_the_tokens_have_their_own(config, tmp_path):
+  def prepare_in(name):
+    return prepare.prepare_tokens(config, tmp_path / name / "data"), len(tokens_of(config))
 
-
-def test_settings_that_change_nothing_do_not_matter(config, tmp_path):
-  prepare.prepare_tokens(config, tmp_path / "a" / "data")
+  assert prepare_in("a")[1] == 1
   config.model.boundaries = config_lib.boundaries("entropy", left=3)
-  config.data.manual_dir = str(tmp_path)
-  config.train.learning_rate = 3.0
-  prepare.prepare_tokens(config, tmp_path / "b" / "data")
-  assert len(tokens_of(config)) == 1
+  config.data.manual_dir, config.train.learning_rate = str(tmp_path), 3.0
+  assert prepare_in("b")[1] == 1
+  config.model.boundaries = config_lib.boundaries("unigram", size=31)
+  data, number = prepare_in("c")
+  assert data.boundaries is not None and number == 2
+  config.model.boundaries = config_lib.boundaries("none")
+  config.data.tokenizer = "bytes"
+  data, number = prepare_in("d")
+  assert data.boundaries is None and number == 3
 
 
 def find_again(config, folder):
   return prepare.find_tokens(config, prepare.read_tokens(config, folder))
 
 
-def give_another_text(tmp_path):
-  shutil.rmtree(tmp_path / "data" / "texts")
-  with zipfile.ZipFile(tmp_path / "by_hand" / "text8.zip", "w") as archive:
-    archive.writestr("text8", TEXT8.replace("cat", "tac"))
-
-
 @pytest.mark.parametrize("again", [prepare.prepare_tokens, find_again])
-def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
+def test_tokens_that_are_gone_are_made_again(config, text, tmp_path, again):
   folder = tmp_path / "a" / "data"
   first = prepare.prepare_tokens(config, folder).splits["train"].tolist()
   (made,) = tokens_of(config)
@@ -109,10 +84,9 @@ def test_tokens_that_are_gone_are_made_again(config, tmp_path, again):
   assert data.splits["train"].tolist() == first and data.folder == made.parent
   # Not from another text, with which the run did not begin.
   shutil.rmtree(made.parent)
-  give_another_text(tmp_path)
-  with pytest.raises(
-    UserError, match=f"^{made.parent}: expected the text, vocabulary .* of the run, got others"
-  ):
+  helpers.write_text(text, seed=5)
+  message = f"^{made.parent}: expected the text, vocabulary .* of the run, got others"
+  with pytest.raises(UserError, match=message):
     again(config, folder)
 
 
@@ -165,27 +139,24 @@ def test_tokens_are_read_whole_once(config, tmp_path, monkeypatch):
     read.clear()
 
 
-def test_another_vocabulary_has_its_own(config, tmp_path):
+def test_another_vocabulary_has_its_own(config, text, tmp_path):
   config.data.tokenizer = "bpe"
-  sizes = []
-  for i, size in enumerate((270, 280)):
-    folder = tmp_path / f"vocabulary{i}"
+  for size in (270, 280):
+    folder = tmp_path / f"vocabulary{size}"
     folder.mkdir()
-    tokenizer = train_tokenizer("bpe", [TEXT8], vocab_size=size)
+    tokenizer = train_tokenizer("bpe", [text.read_text()], vocab_size=size)
     tokenizer._raw.model.save(str(folder))
     config.data.tokenizer.file = str(folder)
-    data = prepare.prepare_tokens(config, tmp_path / str(i) / "data")
-    sizes.append(data.tokenizer.vocab_size)
+    data = prepare.prepare_tokens(config, tmp_path / str(size) / "data")
+    assert data.tokenizer.vocab_size == size
   # What a vocabulary of one's own would have is of no account.
   config.data.tokenizer.vocab_size = 999
   prepare.prepare_tokens(config, tmp_path / "again" / "data")
-  assert sizes == [270, 280] and len(tokens_of(config)) == 2
+  assert len(tokens_of(config)) == 2
 
 
-def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
+def test_a_tokenizer_file_is_that_of_a_run(config, tmp_path):
   """By its folder or its file; the kind is its own, unless another one is asked for."""
-  text = helpers.write_text(tmp_path / "text.txt")
-  config = helpers.small_config(text)
   config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=271)
   expected = prepare.prepare_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
@@ -202,21 +173,17 @@ def test_a_tokenizer_file_is_that_of_a_run(tmp_path):
   with pytest.raises(UserError, match="^data.tokenizer.file: expected .* or an unknown token"):
     prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
   (tmp_path / "run/data/tokenizer.json").write_text('{"format": 1, "name": "bpe"}')
-  for (name, file), message in (
-    (
-      ("wordpiece", str(tmp_path / "run")),
-      "data.tokenizer.file: expected a tokenizer.json, got .*damaged",
-    ),
-    (("characters", str(tmp_path / "none")), "data.tokenizer.file: expected none, or a run"),
+  for name, file, message in (
+    ("wordpiece", "run", "expected a tokenizer.json, got .*damaged"),
+    ("characters", "none", "expected none, or a run"),
   ):
-    config.data.tokenizer = config_lib.tokenizer(name, file=file)
-    with pytest.raises(UserError, match=f"^{message}"):
+    config.data.tokenizer = config_lib.tokenizer(name, file=str(tmp_path / file))
+    with pytest.raises(UserError, match=f"^data.tokenizer.file: {message}"):
       prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
 
 
 def test_tokens_alone(config, tmp_path):
-  data = run_lib.tokenize(config, tmp_path / "run")
-  assert data.counts["train"]["tokens"] == len(TEXT8) - 2 * (len(TEXT8) // 20)
+  run_lib.tokenize(config, tmp_path / "run").check()
   assert workdir_lib.resumes(tmp_path / "run", config)  # a run to go on with
   # Or to begin anew, as nothing has been learned.
   config.train.learning_rate = 3.0
@@ -224,11 +191,8 @@ def test_tokens_alone(config, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["none", "unigram"])
-def test_a_run_takes_tokens_made_elsewhere(tmp_path, variant):
-  text = helpers.write_text(tmp_path / "text.txt")
-  config = (
-    helpers.pooled_config(text, "unigram") if variant == "unigram" else helpers.small_config(text)
-  )
+def test_a_run_takes_tokens_made_elsewhere(text, tmp_path, variant):
+  config = helpers.pooled_config(text, variant)
   made = prepare.prepare_tokens(config, tmp_path / "a" / "data")
   ready = shutil.copytree(made.folder, tmp_path / "ready")
   shutil.rmtree(config.data.data_dir)
@@ -238,16 +202,14 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, variant):
   assert data.counts == made.counts and data.folder == ready
   assert (data.boundaries is None) == (variant == "none")
   assert find_again(config, tmp_path / "b" / "data").checksums == made.checksums
-  other = config_lib.boundaries(
-    **({"name": "unigram", "size": 31} if variant == "none" else {"name": "none"})
-  )
-  for key, value in {
-    "data.tokenizer": "bytes",
-    "data.isolate_documents": True,
-    "model.boundaries": other,
-  }.items():
-    wrong = config.copy_and_resolve_references()
-    config_lib.get(wrong, key.rpartition(".")[0])[key.rpartition(".")[2]] = value
+  other = "unigram" if variant == "none" else "none"
+  for section, name, value in (
+    ("data", "tokenizer", "bytes"),
+    ("data", "isolate_documents", True),
+    ("model", "boundaries", other),
+  ):
+    wrong, key = config.copy_and_resolve_references(), f"{section}.{name}"
+    wrong[section][name] = value
     with pytest.raises(UserError, match=f"^{key}: expected .*, as in the tokens of {ready}, got "):
       prepare.prepare_tokens(wrong, tmp_path / "c" / "data")
   np.memmap(ready / "train.bin", mode="r+")[3] ^= 1
@@ -255,8 +217,7 @@ def test_a_run_takes_tokens_made_elsewhere(tmp_path, variant):
     prepare.prepare_tokens(config, tmp_path / "d" / "data")
 
 
-def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
-  text = helpers.write_text(tmp_path / "text.txt")
+def test_another_unigram_model_makes_no_tokens_of_a_run(text, tmp_path):
   config = helpers.pooled_config(text, "unigram")
   file = tmp_path / "unigram.model"
   file.write_bytes(train_unigram([text.read_text()], 23))
@@ -268,9 +229,8 @@ def test_another_unigram_model_makes_no_tokens_of_a_run(tmp_path):
     find_again(config, folder)
 
 
-def test_the_runs_own_folder_is_not_the_shared_one(tmp_path, monkeypatch):
+def test_the_runs_own_folder_is_not_the_shared_one(config, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"))
   for data_dir in ("data", "data/more"):
     config.data.data_dir = data_dir
     with pytest.raises(UserError, match="^data.data_dir: expected a folder outside of"):

@@ -53,7 +53,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
   assert "this file system has no locks (No locks available)" in caplog.text
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, UserError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_unfinished_folder_goes_and_a_killed_one_is_built_anew(tmp_path, error):
   target, calls = tmp_path / "text", []
   partial = tmp_path / "text.partial"

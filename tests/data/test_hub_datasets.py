@@ -4,37 +4,16 @@ import bz2
 import gzip
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import choose_files, parse_hub
 from dpjax.errors import UserError
-from tests import helpers, hub
+from tests import helpers
+from tests.helpers import parquet
 
 STORIES = [f"Story {i} of a \u00e9 hen.\nIts end {'x' * (i % 7)}" for i in range(61)]
 OTHERS = ["One.", "", "Two \u2028 three.\n", "Four."]
-
-
-@pytest.fixture(scope="module")
-def server():
-  with hub.running() as server:
-    yield server
-
-
-@pytest.fixture
-def site(server, tmp_path, monkeypatch):
-  server.clear()
-  hub.use(monkeypatch, server.url, tmp_path / "cache")
-  return server
-
-
-def parquet(texts, column="text"):
-  table = pa.table({"id": range(len(texts)), column: texts})
-  sink = pa.BufferOutputStream()
-  pq.write_table(table, sink, row_group_size=17)
-  return sink.getvalue().to_pybytes()
 
 
 def lines(texts, column="text"):
@@ -110,33 +89,27 @@ def test_the_card_names_configurations(site, load):
   assert sum(splits.values(), []) == ended(OTHERS)
 
 
-CONFIGS = [
-  {"config_name": "x", "data_files": "p*"},
-  {"config_name": "y", "data_files": ["q.jsonl"]},
-]
-CHOICES = {
-  "folders of splits": (["train/0.parquet", "dev/0.parquet"], (), "", "", "train valid"),
-  "as C4": (["en/c4-train.0.json.gz", "en/c4-validation.0.json.gz"], (), "en", "", "train valid"),
-  "one folder": (["v1/training.jsonl", "v1/eval.jsonl"], (), "", "", "train test"),
-  "no word": (["a.parquet", "b.parquet"], (), "", "", "train train"),
-  "no data": (["a.parquet", "dataset_infos.json", "notes.txt"], (), "", "", "train - -"),
-  "a plain .json": (["train.json", "info.json"], (), "", "", "train -"),
-  "a split of its own": (
-    ["train_sft-0.parquet", "train_gen-0.parquet"],
-    (),
-    "",
-    "train_sft",
-    "train -",
-  ),
-  "of a card": (["p1.jsonl", "p2.jsonl", "q.jsonl"], CONFIGS, "x", "", "train train -"),
-  "the name first": (["latest/test.jsonl", "test/train.jsonl"], (), "", "", "- train"),
-}
+CONFIGS = [{"config_name": "x", "data_files": "p*"}, {"config_name": "y", "data_files": ["q*"]}]
+# The files, the configuration and the split that are asked for, and the split of each file.
+CHOICES = helpers.cases("""
+  train/0.parquet dev/0.parquet                     | -  | -         | train valid
+  en/c4-train.0.json.gz en/c4-validation.0.json.gz  | en | -         | train valid
+  v1/training.jsonl v1/eval.jsonl                   | -  | -         | train test
+  # No words for splits, no data, and what describes the data.
+  a.parquet b.parquet                               | -  | -         | train train
+  a.parquet dataset_infos.json notes.txt            | -  | -         | train - -
+  train.json info.json                              | -  | -         | train -
+  # A split of its own, configurations of the card, and the file's name before its folder's.
+  train_sft-0.parquet train_gen-0.parquet           | -  | train_sft | train -
+  p1.jsonl p2.jsonl q.jsonl                         | x  | -         | train train -
+  latest/test.jsonl test/train.jsonl                | -  | -         | - train
+""")
 
 
-@pytest.mark.parametrize("case", CHOICES)
-def test_files_are_chosen_by_their_names(case):
-  files, configs, config, split, expected = CHOICES[case]
-  result = choose_files("hf:me/tales", files, configs, config, split)
+@pytest.mark.parametrize("names, config, split, expected", CHOICES)
+def test_files_are_chosen_by_their_names(names, config, split, expected):
+  files, configs = names.split(), CONFIGS if config == "x" else ()
+  result = choose_files("hf:me/tales", files, configs, config.strip("-"), split.strip("-"))
   by_file = {file: split for split, files in result.items() for file in files}
   assert [by_file.get(file, "-") for file in files] == expected.split()
 
@@ -154,9 +127,7 @@ REFUSALS = helpers.cases("""
   hf:me/none              | expected a dataset hf:me/none that can be read, got 401 Client Error
   hf:me/tales@v9          | got 404 Client Error. Revision Not Found
   hf:me/tales             | expected a configuration .hf:OWNER/NAME:CONFIG., one of de, en, got hf:
-  hf:me/tales:fr          | expected a configuration .* one of de, en, got hf:me/tales:fr
   hf:me/tales:de          | expected a split .* one of test, got hf:me/tales:de
-  hf:me/tales:en/valid    | expected a split .* one of train, got hf:me/tales:en/valid
   hf:me/tales:en          | a Parquet file with a column of strings named text or content .*, got
   hf:me/tales:en//id      | a Parquet file with a column of strings named id .*, got id of the type
   hf:me/tales:de/test     | a JSON object with a string 'text' or 'content' .*, got another line 1

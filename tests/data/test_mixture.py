@@ -5,24 +5,21 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data.batches import DocumentStarts
 from dpjax.data.corpus import load_corpus
 from dpjax.data.mixture import MixedWindows, parse
 from dpjax.data.tokens import tokenize
 from dpjax.errors import UserError
-from tests import helpers
 
 SIZES = (137, 61, 29)
 STREAM = np.arange(sum(SIZES))
 ENDS = np.cumsum(SIZES)
 
 
-def make(shares=(0.6, 0.3, 0.1), batch_size=8, window=5, seed=3, sizes=SIZES, **options):
-  return MixedWindows(STREAM, batch_size, window, seed, sizes=sizes, shares=shares, **options)
+def make(shares=(0.6, 0.3, 0.1), window=5, seed=3):
+  return MixedWindows(STREAM, 8, window, seed, sizes=SIZES, shares=shares)
 
 
-@pytest.mark.parametrize("shares", [(0.6, 0.3, 0.1), (0.334, 0.333, 0.333), (0.05, 0.94, 0.01)])
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("shares, seed", [((0.334, 0.333, 0.333), 0), ((0.05, 0.94, 0.01), 3)])
 def test_of_any_rows_each_source_has_its_share(shares, seed):
   batches = make(shares, seed=seed)
   sources = batches.sources(np.arange(40_000))
@@ -52,36 +49,16 @@ def test_the_rows_of_a_source_are_counted():
 
 def test_rows_are_windows_of_one_source_each_of_which_comes_once_an_epoch():
   batches = make()
-  rows = np.concatenate([batches.batch(step)["tokens"] for step in range(200)])
+  rows = np.concatenate([batches.batch(step)["tokens"] for step in range(60)])
   sources = np.searchsorted(ENDS, rows, "right")
   assert (sources == sources[:, :1]).all()
-  np.testing.assert_array_equal(sources[:, 0], batches.sources(np.arange(1600)))
+  np.testing.assert_array_equal(sources[:, 0], batches.sources(np.arange(480)))
   for source, size in enumerate(SIZES):
     begins = rows[sources[:, 0] == source][:, 0]
     for epoch in np.split(begins, range(size - 5, len(begins), size - 5)):
       assert len({*epoch}) == len(epoch)
     np.testing.assert_array_equal(np.diff(rows, axis=1), 1)
   assert batches.steps_per_epoch == -(-(sum(SIZES) - 15) // 8)
-
-
-def test_a_batch_depends_on_the_step_alone():
-  whole = [make().batch(step) for step in range(7)]
-  again = make()
-  for step in (5, 2, 6):
-    result = again.batch(step, slice(2, 7))
-    for key, rows in result.items():
-      np.testing.assert_array_equal(rows, whole[step][key][2:7])
-
-
-def test_documents_and_boundaries():
-  begins = np.sort(np.concatenate([[0], ENDS[:-1], [20, 40, 150]]))
-  starts = DocumentStarts(begins, start_id=999, start_boundary=1)
-  batches = make(documents=starts, boundaries=(STREAM % 3 == 0).astype(np.uint8))
-  batch = batches.batch(4)
-  inner = batch["document_starts"][:, 1:] == 1
-  assert (batch["tokens"][:, 1:][inner] == 999).all()
-  others = batch["tokens"] != 999
-  np.testing.assert_array_equal(batch["boundaries"][others], batch["tokens"][others] % 3 == 0)
 
 
 def test_a_source_that_is_too_short():
@@ -99,9 +76,7 @@ def test_weights():
   assert (np.diff(make(shares)._edges) >= 4).all()
 
 
-@pytest.mark.parametrize(
-  "mixture", ["a", "a=", "=3", "a=0", "a=-1", "a=nan", "a=inf", "a=1,b=x", "a=1,a=2"]
-)
+@pytest.mark.parametrize("mixture", ["a", "=3", "a=0", "a=nan", "a=1,b=x", "a=1,a=2"])
 def test_weights_of_another_form(mixture):
   with pytest.raises(UserError, match="^data.mixture: expected SOURCE=WEIGHT,SOU.* got "):
     parse(mixture)
@@ -123,10 +98,9 @@ def sources(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("sources")
-@pytest.mark.parametrize("variant", ["characters", "bpe"])
-def test_tokens_of_sources_follow_each_other(tmp_path, variant):
+def test_tokens_of_sources_follow_each_other(tmp_path):
   corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
-  tokens = tokenize(corpus, tmp_path / "tokens", variant, **helpers.vocabulary(variant, 300))
+  tokens = tokenize(corpus, tmp_path / "tokens", "bpe", vocab_size=300)
   alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
   for split, ids in tokens.splits.items():
     sizes = tokens.counts[split]["sources"]
@@ -143,18 +117,14 @@ def test_tokens_of_sources_follow_each_other(tmp_path, variant):
 @pytest.mark.usefixtures("sources")
 def test_documents_of_sources(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
-  arguments = dict(
-    data_dir=tmp_path / "data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3)
-  )
+  arguments = dict(data_dir="data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3))
   corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **arguments)
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
   begins, ids = tokens.documents["train"], tokens.splits["train"]
   documents = [tokens.tokenizer.decode(x) for x in np.split(ids, begins[1:])]
   assert documents[0] == "four 0 five\n" and documents[-1] == "six\n"
   assert len(documents) == tokens.counts["train"]["documents"]
-  with pytest.raises(
-    UserError, match="^data.mixture: .*data.isolate_documents: expected False for one"
-  ):
+  with pytest.raises(UserError, match="^data.mixture: .*data.isolate_documents: .* False for one"):
     load_corpus(mixture="two.jsonl=1,one.txt=2", **arguments)
 
 
@@ -162,7 +132,7 @@ def test_documents_of_sources(tmp_path):
 def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"body": "six"}\n' * 20)
   (tmp_path / "four.txt").write_text("one\n--\ntwo\n--\n" * 50)
-  arguments = dict(data_dir=tmp_path / "data", text_field="body")
+  arguments = dict(data_dir="data", text_field="body")
   corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **arguments)
   assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
   # Both settings, and each source has a use for one.
@@ -171,11 +141,10 @@ def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   )
   four, three = ([*x] for x in corpus.splits["train"].texts)
   assert four[:2] == ["one\n--\n", "two\n--\n"] and {*three} == {"six\n"}
-  for sources, setting in (
-    ("one.txt=1,four.txt=1", arguments),
-    ("two.jsonl=1", {"separator": "--"}),
+  for sources, name, setting in (
+    ("one.txt=1,four.txt=1", "text_field", arguments),
+    ("two.jsonl=1", "separator", {"separator": "--"}),
   ):
-    name = [*setting][-1]
     with pytest.raises(UserError, match=f"^data.{name}: expected .* unless data.path is of"):
       load_corpus(mixture=sources, **setting)
 

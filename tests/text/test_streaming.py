@@ -72,10 +72,8 @@ def metaspace():
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
   folder = tmp_path_factory.mktemp("models")
-  options = {
-    variant: {"vocab_size": SIZES[variant]} if variant in SIZES else {} for variant in TOKENIZERS
-  }
-  result = {variant: train_tokenizer(variant, LINES, **options[variant]) for variant in TOKENIZERS}
+  sizes = {name: helpers.vocabulary(name, SIZES.get(name, 0)) for name in TOKENIZERS}
+  result = {name: train_tokenizer(name, LINES, **sizes[name]) for name in TOKENIZERS}
   result |= {name: foreign_sentencepiece(folder, lost=lost) for name, lost in FOREIGN.items()}
   result |= {name: BytePairs(family(name)) for name in FAMILIES}
   return result | {"across characters": bpe_across_characters(), "metaspace": metaspace()}
@@ -91,8 +89,8 @@ def rows(tokenizer):
   yield from map(tokenizer.encode, TEXTS)
   rng = np.random.default_rng(7)
   pieces = tokenizer.encode("\u6f22\N{GRINNING FACE} \n\n  x")
-  for count in (1, 2, 3, 5, 83):
-    for length in (5, 149):
+  for count in (1, 2, 5, 83):
+    for length in (5, 97):
       some = rng.integers(tokenizer.vocab_size, size=count)
       yield rng.choice(some, length)
       yield rng.choice(np.append(some[:2], pieces), length)
@@ -117,13 +115,13 @@ def test_the_parts_are_the_decoded_text(tokenizers, name):
 def test_text_comes_with_its_tokens(tokenizers, name):
   tokenizer, stream = tokenizers[name], TextStream(tokenizers[name])
   ids = tokenizer.encode(9 * TEXTS[0])
-  arguments = ""
+  text = ""
   for n, i in enumerate(ids.tolist(), 1):
-    arguments += stream.push([i])
+    text += stream.push([i])
     # All that is not half a character, at once.
     decoded = tokenizer.decode(ids[:n])
-    assert decoded.startswith(arguments)
-    assert not decoded[len(arguments) :].strip("\ufffd") and len(decoded) - len(arguments) <= 3
+    assert decoded.startswith(text)
+    assert not decoded[len(text) :].strip("\ufffd") and len(decoded) - len(text) <= 3
 
 
 def test_half_a_character_waits(tokenizers):
@@ -131,11 +129,10 @@ def test_half_a_character_waits(tokenizers):
   parts = [stream.push([i]) for i in "\u00e9\u6f22.".encode()]
   assert parts == ["", "\u00e9", "", "", "\u6f22", "."]
   assert stream.push([0xE6, 0xBC]) == ""
-  assert stream.push([ord("x")]) == "\ufffdx"  # what was half a character stays one
   with pytest.raises(ValueError, match=r"ids: expected 0 \.\. 255, got 105 \.\. 256"):
     stream.push([105, 256])  # which has no effect
+  assert stream.push([ord("x")]) == "\ufffdx"  # what was half a character stays one
   assert stream.push([0xE6, 0xBC]) == "" and stream.finish() == "\ufffd"
-  assert stream.push([0xBC]) == "" and stream.push([ord("x")]) == "\ufffdx"
 
 
 @pytest.mark.parametrize("name", ["characters", "bytes", "sentencepiece_bpe", "bpe"])
@@ -186,21 +183,11 @@ def test_a_row_of_bytes_waits_for_its_end(tokenizers):
   assert stream.finish() == "\u00e9"
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    helpers.slow_unless(name in ("characters", "wordpiece", "kept", "metaspace"), name)
-    for name in NAMES
-  ],
-)
+@pytest.mark.parametrize("name", ["characters", "wordpiece", "lost", "kept", "metaspace"])
 def test_a_text_goes_on_from_its_prompt(tokenizers, name):
   tokenizer = tokenizers[name]
   count, loses_space = 0, np.array_equal(tokenizer.encode("on "), tokenizer.encode("on"))
-  for text in (
-    "the cat sat on the mat",
-    "don't\nsat \u6f22\u6f22\ufffd on",
-    97 * "\u6f22" + " the",
-  ):
+  for text in ("the cat sat on the mat", "don't\nsat \u6f22\ufffd on", 37 * "\u6f22" + " the"):
     ids = tokenizer.encode(text)
     for cut in range(len(ids)):
       prompt = tokenizer.decode(ids[:cut])

@@ -52,15 +52,7 @@ def cut_as(model, pieces):
   return result
 
 
-def test_by_example(model):
-  pieces = {"abc": ["\u2581ab", "c"], "cba": ["\u2581", "c", "ba"], "c": ["\u2581c"]}
-  result = cut_as(model, pieces)("abc cba  abc\nc")
-  assert result.tolist() == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0]
-  assert result.dtype == np.uint8
-
-
-@pytest.mark.parametrize("size", ["5000", "200"])
-@pytest.mark.parametrize("group", ["plain", "edge"])
+@pytest.mark.parametrize("group, size", [("plain", "5000"), ("edge", "200")])
 def test_boundaries_are_the_authors(model, group, size):
   golden = json.loads(GOLDEN.read_text())["groups"][group]
   recorded = zip(golden["texts"], golden["pieces"][size], golden["positions"][size], strict=True)
@@ -81,7 +73,7 @@ def test_pieces_of_each_word_by_itself(unigram):
     ends = np.cumsum([len(piece) for piece in pieces], dtype=int) - 2  # the mark, and 0
     expected += [int(offset in ends[:-1]) for offset in range(len(word))] + [1]
   result = unigram(TEXT)
-  np.testing.assert_array_equal(result, expected[:-1])
+  np.testing.assert_array_equal(result, np.array(expected[:-1], np.uint8), strict=True)
   assert result.sum() > TEXT.count(" ") + TEXT.count("\n") + 20
   assert unigram("").shape == (0,) and unigram(" \n").tolist() == [1, 1]
 
@@ -138,12 +130,11 @@ def test_lines_may_be_long():
 
 
 def test_sizes_that_the_text_does_not_admit_and_texts_without_words():
-  for size, expected in [
+  for size, expected in (
     (4001, r"at most \d+ for this text, got 4001"),
     (7, r"at least \d+ for this text, got 7"),
-    (0, "4 to 16,777,216, got 0"),
     (2**31, "4 to 16,777,216, got 2147483648"),
-  ]:
+  ):
     with pytest.raises(ValueError, match=f"^model.boundaries.size: expected {expected}"):
       train_unigram([TEXT], size)
 
@@ -163,7 +154,5 @@ def test_model_from_a_file(tmp_path, model):
       load_unigram(tmp_path / "other.model")
   tokenizer = train_tokenizer("sentencepiece_bpe", [TEXT], vocab_size=307)
   (tmp_path / "bpe.model").write_bytes(tokenizer._model)
-  with pytest.raises(
-    ValueError, match="^model.boundaries.file: .*bpe.model .*unigram, got another file"
-  ):
+  with pytest.raises(ValueError, match="^model.boundaries.file: .*bpe.model .*, got another file"):
     load_unigram(tmp_path / "bpe.model")

@@ -1,9 +1,7 @@
 """The papers' corpora, end to end, on small files of their real formats."""
 
-import csv
 import dataclasses
 import gzip
-import hashlib
 import io
 import lzma
 import subprocess
@@ -12,8 +10,6 @@ import tarfile
 import tomllib
 import zipfile
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from dpjax.commands import data as command
@@ -71,9 +67,9 @@ def give(tmp_path, name, content):
   return path
 
 
-def zipped(members, compression=zipfile.ZIP_DEFLATED):
+def zipped(members):
   buffer = io.BytesIO()
-  with zipfile.ZipFile(buffer, "w", compression) as archive:
+  with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
     for name, content in members.items():
       archive.writestr(name, content)
   return buffer.getvalue()
@@ -90,79 +86,63 @@ def tarred(members):
   return buffer.getvalue()
 
 
-def wikitext_members(version):
-  ending = "raw" if version.endswith("raw") else "tokens"
+def wikitext_members(version, ending):
   return {f"{version}/wiki.{split}.{ending}": text.encode() for split, text in SPLITS.items()}
 
 
 def ptb_members(prefix):
   folder = f"{prefix}simple-examples"
   others = ("ptb.char.train.txt", "ptb-train.txt", "ptb.valid.txt~", "old.ptb.test.txt")
-  return (
-    {f"{folder}/": b"", f"{folder}/README": b"r"}
-    | {f"{folder}/data/{name}": b"another\n" for name in others}
-    | {f"{folder}/data/ptb.{split}.txt": text.encode() for split, text in SPLITS.items()}
-  )
+  members = {f"{folder}/": b""} | {f"{folder}/data/{name}": b"another\n" for name in others}
+  return members | {f"{folder}/data/ptb.{x}.txt": text.encode() for x, text in SPLITS.items()}
 
 
 def lm1b_members():
   """Shards in an order that is not theirs."""
   folder = f"{LM1B}/training-monolingual.tokenized.shuffled"
-  train = {
-    f"{folder}/news.en-{i * 37 % 100:05d}-of-00100": f"shard {i} {LINES[3]}".encode()
-    for i in range(1, 100)
-  }
+  numbers = [i * 37 % 100 for i in range(1, 100)]
+  train = {f"{folder}/news.en-{i:05}-of-00100": f"shard {i} {LINES[3]}".encode() for i in numbers}
   folder = f"{LM1B}/heldout-monolingual.tokenized.shuffled"
-  others = {
-    f"{folder}/news.en.heldout-{i * 7 % 50:05d}-of-00050": f"heldout {i * 7 % 50} .\n\n".encode()
-    for i in range(50)
-  }
-  return {f"{LM1B}/": b"", f"{LM1B}/README": b"r"} | others | train
+  numbers = [i * 7 % 50 for i in range(50)]
+  others = {f"{folder}/news.en.heldout-{i:05}-of-00050": b"heldout %d .\n" % i for i in numbers}
+  return {f"{LM1B}/": b"", f"{LM1B}/README": b"r"} | others | train, train
 
 
-LM1B_MEMBERS = lm1b_members()
-CASES = {
-  "text8": (
-    zipped({"text8": TEXT8}),
-    {"train": TEXT8[:-1800], "valid": TEXT8[-1800:-900], "test": TEXT8[-900:]},
-  ),
-  "lm1b": (
-    tarred(LM1B_MEMBERS),
-    {
-      "train": b"".join(x for name, x in LM1B_MEMBERS.items() if "/news.en-" in name).decode(),
-      "valid": "heldout 1 .\n\n",
-      "test": "heldout 0 .\n\n",
-    },
-  ),
-} | {
-  version.replace("wikitext-", "wikitext").replace("-", "_"): (
-    zipped(wikitext_members(version)),
-    SPLITS,
-  )
-  for version in corpora.WIKITEXT
+LM1B_MEMBERS, LM1B_TRAIN = lm1b_members()
+WIKI2 = wikitext_members("wikitext-2", "tokens")
+WIKI103 = wikitext_members("wikitext-103-raw", "raw")
+ARCHIVES = {
+  "text8": ("text8.zip", zipped({"text8": TEXT8})),
+  "lm1b": (f"{LM1B}.tar.gz", tarred(LM1B_MEMBERS)),
+  "wikitext2": ("wikitext-2-v1.zip", zipped(WIKI2)),
+  "wikitext103_raw": ("wikitext-103-raw-v1.zip", zipped(WIKI103)),
+}
+OF_LM1B = (b"".join(LM1B_TRAIN.values()).decode(), "heldout 1 .\n", "heldout 0 .\n")
+TEXTS = {
+  "text8": dict(zip(SPLITS, (TEXT8[:-1800], TEXT8[-1800:-900], TEXT8[-900:]), strict=True)),
+  "lm1b": dict(zip(SPLITS, OF_LM1B, strict=True)),
 }
 
 
-def expect(monkeypatch, name, content, address=""):
-  """Makes the source expect this archive, perhaps at another address; the file's name."""
-  version = name.replace("wikitext", "wikitext-").replace("_", "-")
-  constant = {"text8": "TEXT8", "lm1b": "LM1B"}.get(name)
-  file = getattr(corpora, constant) if constant else corpora.WIKITEXT[version]
-  url = f"{address}/{file.name}" if address else file.url
-  digits = hashlib.sha256(content).hexdigest()
-  file = dataclasses.replace(file, url=url, checksum=f"sha256:{digits}")
-  if constant:
-    monkeypatch.setattr(corpora, constant, file)
-  else:
-    monkeypatch.setitem(corpora.WIKITEXT, version, file)
-  return file.name
+@pytest.fixture
+def other_archives(site, monkeypatch):
+  """Lets the archives be at the site, and have any content."""
+
+  def at_site(file):
+    return dataclasses.replace(file, url=f"{site.url}/{file.name}", checksum="")
+
+  for name in ("TEXT8", "LM1B"):
+    monkeypatch.setattr(corpora, name, at_site(getattr(corpora, name)))
+  for version, file in corpora.WIKITEXT.items():
+    monkeypatch.setitem(corpora.WIKITEXT, version, at_site(file))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_archives(name, site, read, monkeypatch):
-  content, splits = CASES[name]
-  site.files[f"/{expect(monkeypatch, name, content, site.url)}"] = content
-  assert read(name) == splits and len(site.asked) == 1
+@pytest.mark.usefixtures("other_archives")
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archives(name, site, read):
+  file, content = ARCHIVES[name]
+  site.plain[f"/{file}"] = content
+  assert read(name) == TEXTS.get(name, SPLITS) and len(site.asked) == 1
 
 
 @pytest.mark.parametrize("form", ["./", ""])
@@ -176,34 +156,19 @@ def test_penn_treebank_is_not_downloaded(read, tmp_path):
     read("penn_treebank")
 
 
-def spoil(content):
-  """Other bytes near the beginning of what is compressed."""
-  return content[:97] + b"\xff" * 23 + content[120:]
-
-
-def letter_changed():
-  content = bytearray(zipped({"text8": TEXT8}, zipfile.ZIP_STORED))
-  content[content.index(TEXT8[:50].encode()) + 7] ^= 1
-  return bytes(content)
-
-
-WIKI2 = wikitext_members("wikitext-2")
-TRAIN = "archive with wikitext-2/wiki.train.tokens"
 DAMAGED = {
   "text8, no member": ("text8", zipped({"other": "a"}), "expected a zip archive with text8"),
   "text8, not UTF-8": ("text8", zipped({"text8": b"a" * 997 + b"\xe9"}), "with text8 in UTF-8"),
-  "text8, one letter": ("text8", letter_changed(), "with text8 in UTF-8, got .*CRC"),
+  "text8, cut": ("text8", ARCHIVES["text8"][1][:-97], "with text8 in UTF-8"),
   "wikitext, leads out": ("wikitext2", zipped({"../a": b"a"} | WIKI2), r"\.\./a, which leads out"),
-  "wikitext, cut": ("wikitext2", CASES["wikitext2"][0][:-97], TRAIN),
-  "lm1b, bytes changed": ("lm1b", spoil(CASES["lm1b"][0]), "expected a tar.gz archive"),
-  "lm1b, no tar in it": ("lm1b", gzip.compress(b"a" * 9973), "expected a tar.gz archive"),
-  "lm1b, cut": ("lm1b", CASES["lm1b"][0][:-997], "expected a tar.gz archive"),
-  "lm1b, leads out": ("lm1b", tarred({"a/../../b": b"a"}), "b, which leads out"),
   "wikitext, no valid": (
     "wikitext2",
     zipped(WIKI2 | {"wikitext-2/wiki.valid.tokens": b""}),
     "^wikitext2: expected text in the split valid",
   ),
+  "lm1b, no tar in it": ("lm1b", gzip.compress(b"a" * 9973), "expected a tar.gz archive"),
+  "lm1b, cut": ("lm1b", ARCHIVES["lm1b"][1][:-997], "expected a tar.gz archive"),
+  "lm1b, leads out": ("lm1b", tarred({"a/../../b": b"a"}), "b, which leads out"),
   "lm1b, a shard less": (
     "lm1b",
     tarred({k: v for k, v in LM1B_MEMBERS.items() if "n-00001" not in k}),
@@ -212,21 +177,14 @@ DAMAGED = {
 }
 
 
+@pytest.mark.usefixtures("other_archives")
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_archive(case, tmp_path, monkeypatch):
+def test_damaged_archive(case, tmp_path):
   name, content, message = DAMAGED[case]
-  path = give(tmp_path, expect(monkeypatch, name, content), content)
+  path = give(tmp_path, ARCHIVES[name][0], content)
   with pytest.raises(UserError, match=message if message[0] == "^" else f"{path}: .*{message}"):
     load_corpus(name, data_dir=tmp_path / "data", manual_dir=tmp_path / "manual")
   assert not list((tmp_path / "data" / "texts").glob("*.partial"))
-
-
-def parquet(texts, column="text", **kwargs) -> bytes:
-  numbers = [f"Q{i}" for i in range(len(texts))]
-  table = pa.table({"wikidata_id": numbers, column: texts, "version_id": numbers})
-  sink = pa.BufferOutputStream()
-  pq.write_table(table, sink, row_group_size=5, **kwargs)
-  return sink.getvalue().to_pybytes()
 
 
 def article(title, text):
@@ -242,29 +200,29 @@ WIKI = {
   "test-00000-of-00001.parquet": [PLAIN[6]],
 }
 WIKI_TEXT = {"train": "".join(PLAIN[:5]) + "last", "valid": PLAIN[5], "test": PLAIN[6]}
-WIKI_FILES = {name: parquet(texts) for name, texts in WIKI.items()}
-REPOSITORY = "google/wiki40b"
+WIKI_FILES = {name: helpers.parquet(texts) for name, texts in WIKI.items()}
+
+
+def publish(site, files):
+  site.publish("datasets/google/wiki40b", {f"fi/{name}": x for name, x in files.items()})
 
 
 def parquet_names(site):
   return [name for name in site.names() if name.endswith(".parquet")]
 
 
-@pytest.mark.parametrize("as_printed", [False, True])
-def test_wiki40b(site, read, as_printed):
-  def form(text):
-    return repr(text.encode()) if as_printed and text is not None else text
-
+def test_wiki40b_as_python_prints_it(site, read):
   quoted = '\n_START_ARTICLE_\nIt\'s "שלום" \\n'  # Python prints it in other quotes
-  files = {name: parquet([form(x) for x in texts]) for name, texts in WIKI.items()}
-  files["test-00000-of-00001.parquet"] = parquet([form("\nit's"), form(quoted)])
-  site.publish(REPOSITORY, "fi", files)
+  texts = WIKI | {"test-00000-of-00001.parquet": ["\nit's", quoted]}
+  printed = {x: [y and repr(y.encode()) for y in each] for x, each in texts.items()}
+  files = {name: helpers.parquet(each) for name, each in printed.items()}
+  publish(site, files)
   assert read("wiki40b_fi_raw") == WIKI_TEXT | {"test": "\nit's" + quoted}
   assert sorted(parquet_names(site)) == sorted(files)  # each file once
 
 
 def test_clean_wiki40b_needs_the_first_files_only(site, read, monkeypatch):
-  site.publish(REPOSITORY, "fi", WIKI_FILES)
+  publish(site, WIKI_FILES)
   sizes = {"train": len(PLAIN[0]) + 1, "valid": 10**6, "test": 1}
   monkeypatch.setattr(corpora, "WIKI40B_HEAD", sizes)
   expected = {"train": PLAIN[0] + PLAIN[1], "valid": PLAIN[5], "test": PLAIN[6]}
@@ -280,15 +238,15 @@ def test_a_copy_of_the_repository_needs_no_list(site, read, tmp_path, lacks):
     if not (lacks and other == name):
       give(tmp_path, f"wiki40b/fi/{other}", content)
   if lacks:
-    site.publish(REPOSITORY, "fi", WIKI_FILES)
+    publish(site, WIKI_FILES)
   assert read("wiki40b_fi_raw") == WIKI_TEXT
   assert parquet_names(site) == [name] * lacks and bool(site.asked) == lacks
 
 
-@pytest.mark.parametrize("names", [None, [], ["train-00001-of-00002.parquet"], ["a.parquet"]])
+@pytest.mark.parametrize("names", [None, ["train-00001-of-00002.parquet"], ["a.parquet"]])
 def test_a_list_that_cannot_be_used(site, read, names):
   if names is not None:
-    site.publish(REPOSITORY, "fi", dict.fromkeys(names, b"a"))
+    publish(site, dict.fromkeys(names, b"a"))
   with pytest.raises(UserError, match="hf://datasets/google/wiki40b/fi: expected"):
     read("wiki40b_fi_raw")
 
@@ -297,10 +255,7 @@ def test_a_list_that_cannot_be_used(site, read, names):
   "content",
   [
     b"<html>no Parquet</html>",
-    parquet(["a"])[:-9],
-    parquet(["a"], column="content"),
-    parquet([3, 5]),
-    parquet([article("a", "b" * 99)] * 7, compression="none").replace(b"bbbb", b"b\xffbb"),
+    helpers.parquet([article("a", "b" * 99)] * 7, compression="none").replace(b"bbbb", b"b\xffbb"),
   ],
 )
 def test_a_damaged_parquet_file(tmp_path, content):
@@ -309,10 +264,10 @@ def test_a_damaged_parquet_file(tmp_path, content):
     list(readers.read_records(path, ["text"]))
 
 
-@pytest.mark.parametrize("text", ["b'\\n_START_ARTI", "b'\\xff'", "b'' + 1"])
+@pytest.mark.parametrize("text", ["b'\\n_START_ARTI", "b'\\xff'"])
 def test_an_article_that_was_not_printed_bytes(read, tmp_path, text):
   for name in WIKI:
-    give(tmp_path, f"wiki40b/he/{name}", parquet([text]))
+    give(tmp_path, f"wiki40b/he/{name}", helpers.parquet([text]))
   with pytest.raises(UserError, match=r"train-00000-of-00003.parquet: expected article"):
     read("wiki40b_he_raw")
 
@@ -321,15 +276,15 @@ def test_openwebtext(site, read):
   documents = [f"Page {i}: naïve\n\nend" for i in range(2003)]
   documents[5], documents[998], documents[1998] = "", "", "二\n"
   files = {
-    "train-00000-of-00002.parquet": parquet(documents[:997]),
-    "train-00001-of-00002.parquet": parquet(documents[997:]),
+    "plain_text/train-00000-of-00002.parquet": helpers.parquet(documents[:997]),
+    "plain_text/train-00001-of-00002.parquet": helpers.parquet(documents[997:]),
   }
-  site.publish(corpora.OPENWEBTEXT, "plain_text", files)
+  site.publish(f"datasets/{corpora.OPENWEBTEXT}", files)
   text, end = read("openwebtext"), "\n<|endoftext|>\n"
   assert text["valid"] == end + "二\n" + end
   assert text["test"] == documents[999] + end + documents[1999] + end
   assert text["train"] == "".join(d + end for i, d in enumerate(documents) if i % 1000 < 998)
-  assert sorted(parquet_names(site)) == sorted(files)  # each once
+  assert len(parquet_names(site)) == 2  # each once
 
 
 def test_the_mark_between_pages_is_one_token():
@@ -344,7 +299,7 @@ DOCUMENTS = [f"Sivu {i}, äö.\n{'päivä ' * (i % 7)}\n\n" for i in range(1, 40
 
 def test_cc100_takes_the_beginning(site, read, monkeypatch):
   packed = lzma.compress("".join(DOCUMENTS).encode())
-  site.files["/fi.txt.xz"] = packed
+  site.plain["/fi.txt.xz"] = packed
   monkeypatch.setattr(corpora, "CC100_URL", site.url)
   monkeypatch.setattr(corpora, "CC100_BYTES", len(packed) // 2)
   text = read("cc100_fi_raw")
@@ -372,8 +327,7 @@ def test_cc100_in_the_manual_folder(site, read, files, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "content",
-  [b"plain text", lzma.compress(b"a\xff\n\nb"), lzma.compress(b"ab\n" * 9)[:-9] + b"\0" * 9],
+  "content", [lzma.compress(b"a\xff\n\nb"), lzma.compress(b"ab\n" * 9)[:-9] + b"\0" * 9]
 )
 def test_a_damaged_xz_file(tmp_path, read, content):
   give(tmp_path, "cc100-en.txt.xz", content)
@@ -405,36 +359,18 @@ BOOKS = {
 }
 
 
-@pytest.mark.parametrize("is_served", [False, True])
-def test_childrens_books(site, read, tmp_path, monkeypatch, is_served):
+def test_childrens_books(site, read, tmp_path, monkeypatch):
   rows = [f'{i}\t{split}\t"A Book\tSome, One\n' for i, (split, _) in BOOKS.items()]
   (tmp_path / "list.tsv").write_text("id\tsplit\ttitle\tauthor\n" + "".join(rows))
   monkeypatch.setattr(corpora, "BOOKS", tmp_path / "list.tsv")
   monkeypatch.setattr(corpora, "GUTENBERG", site.url)
-  for i, (_, body) in BOOKS.items():
-    if is_served:
-      site.files[f"/{i}/pg{i}.txt"] = gutenberg(body)
-    else:
-      give(tmp_path, f"pg{i}.txt", gutenberg(body))
+  site.plain = {f"/{i}/pg{i}.txt": gutenberg(body) for i, (_, body) in BOOKS.items()}
   assert read("childrens_books") == {
     "train": BOOKS[11][1] + "\n<|endofbook|>\nThree _words_ more\n<|endofbook|>\nLast\n",
     "valid": "Two\n",
     "test": "One\n",
   }
-  assert sorted(site.asked) == sorted(site.files)
-
-
-def test_the_list_of_childrens_books():
-  with corpora.BOOKS.open(encoding="utf-8") as table:
-    rows = list(csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE))
-  numbers = {
-    split: [int(row["id"]) for row in rows if row["split"] == split]
-    for split in ("train", "validation", "test")
-  }
-  assert len(numbers["train"]) == 100 and len({int(row["id"]) for row in rows}) == 106
-  assert numbers["validation"] == [1448, 902, 4358]
-  assert numbers["test"] == [271, 473, 419]
-  assert all(row["title"] and row["author"] for row in rows)
+  assert len(site.asked) == len(BOOKS)
 
 
 @pytest.mark.parametrize(
@@ -442,19 +378,8 @@ def test_the_list_of_childrens_books():
   [
     gutenberg("A\n\nB", "THIS PROJECT GUTENBERG EBOOK THE\nBOOK"),
     gutenberg("A\n\nB\n\n\nEnd of Project Gutenberg's A Book, by One"),
-    gutenberg("A\n\nB\n\nEnd of the Project Gutenberg EBook of A Book"),
-    gutenberg(
-      "A\n\nB",
-      credits="Produced by Some One and the Online Distributed\n"
-      "Proofreading Team at https://www.pgdp.net",
-    ),
-    gutenberg(
-      "A\n\nB",
-      credits="E-text prepared by Some One\n\n\n\nNote: Project Gutenberg "
-      "also has an HTML version of this\n      file\n      See 7-h.htm",
-    ),
-    "\ufeff*** START OF THE PROJECT GUTENBERG EBOOK A ***\nA\n\nB\n*** END OF THIS PROJECT "
-    "GUTENBERG EBOOK A ***\n".encode(),
+    gutenberg("A\n\nB", credits="Produced by Some One and the Online\nTeam at www.pgdp.net"),
+    gutenberg("A\n\nB", credits="E-text prepared by One\n\n\nNote: Project Gutenberg\n has HTML"),
     b"***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\r\nWhy?\r\n"
     b"*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.07.00*END*\r\n\r\n"
     b"A\r\n\r\nB\r\n\r\nEnd of The Project Gutenberg Etext of A Book\r\n",
@@ -481,10 +406,7 @@ def test_a_file_that_is_no_book(tmp_path, content, expected):
 MARKS = {
   "childrens_books": ["A\nb\n<|endofbook|>\n", "C <|endofbook|>\n<|endofbook|>\n", "D\n"],
   "openwebtext": ["A\n\nb\n<|endoftext|>\n", "C\n<|endoftext|>\n"],
-  "wiki40b_fi_raw": [
-    "\n_START_ARTICLE_\nAhti\n_START_PARAGRAPH_\nAhti on",
-    "\n_START_ARTICLE_\nB\n_START_SECTION_\nC",
-  ],
+  "wiki40b_fi_raw": [article("Ahti", "Ahti on"), "\n_START_ARTICLE_\nB\n_START_SECTION_\nC"],
   "wikitext2": [
     " \n = Homarus = \n \n It = x = \n \n = = A = = \n \n = 3 \n \n",
     " = A = B = \n \n c = \n \n",
@@ -503,9 +425,6 @@ def test_documents(tmp_path, name):
     (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
   corpus = load_corpus(name, isolate_documents=True, data_dir=tmp_path / "data")
   assert {x: [*text] for x, text in corpus.splits.items()} == dict.fromkeys(SPLITS, MARKS[name])
-  joined = load_corpus(name, data_dir=tmp_path / "data")
-  marks = corpus_lib.find_source(name).documents
-  assert corpus.about == {**joined.about, "documents": marks}
 
 
 def test_the_command_lists_all_corpora(capsys):
