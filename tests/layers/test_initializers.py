@@ -107,6 +107,7 @@ def is_normal(x, std):
   assert abs(np.mean(abs(x) > 2) - 0.0455) < 6 * np.sqrt(0.0455 / x.size)
 
 
+@pytest.mark.slow
 def test_a_model_of_normal_weights():
   # So the authors of the pooling paper begin, with 0.02 for both.
   relative = helpers.component(registry.mixers, "relative_attention", num_heads=3)
