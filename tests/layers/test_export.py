@@ -61,9 +61,7 @@ def test_layers(layer, fields, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "mixer, boundaries", [("dispatcher", "gumbel"), ("attention", "routing"), ("we", "fixed")]
-)
+@pytest.mark.parametrize("mixer, boundaries", [("dispatcher", "gumbel"), ("attention", "routing")])
 def test_models(mixer, boundaries):
   kind = helpers.component(dpjax.config.registry.boundaries, boundaries, num_buckets=2)
   model = dpjax.build_model(helpers.model_settings(mixer, kind))
