@@ -26,7 +26,6 @@ RELATIVE |= dict(activation="gelu", init_std=0.02, norm_init_std=0.02)
 POOLED = RELATIVE | dict(first=dict(num_layers=1), last=dict(num_layers=3))
 MODELS: dict[str, dict[str, Any]] = {
   "dispatcher": dict(mixer=dict(name="dispatcher")),
-  "attention": dict(mixer=dict(name="attention", num_heads=2)),
   "attention, pre": dict(mixer=dict(name="attention", num_heads=3, use_bias=False), **PRE),
   "relative": RELATIVE,
   "fixed": POOLED | dict(boundaries=dict(name="fixed", shortening_factor=3)),

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from dpjax.layers import embeddings
-from tests import helpers
 
 VOCAB, WIDTH, MAX_LENGTH = 11, 6, 7
 TOKENS = np.array([[3, 10, 0, 3, 7], [5, 1, 2, 8, 4]])
@@ -21,17 +20,6 @@ def sinusoids(places, width):
   angle = np.asarray(places)[..., None] * 10000.0 ** (-np.arange(0, width, 2) / width)
   pairs = np.stack([np.sin(angle), np.cos(angle)], -1)
   return pairs.reshape(*np.shape(places), -1)[..., :width]
-
-
-def test_sinusoidal_positions_are_the_authors():
-  with np.load(helpers.ROOT / "tests/golden/A_dispatcher_nhead1_L16.npz") as golden:
-    expected = golden["buf/pos_encoder.pe"][:, 0]
-  table = embeddings.sinusoidal_positions(16, 16)
-  assert table.dtype == np.float32
-  np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
-  # Of an odd width, too.
-  table = embeddings.sinusoidal_positions(13, 5)
-  np.testing.assert_allclose(table, sinusoids(np.arange(13), 5), atol=1e-6)
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "learned", "none"])

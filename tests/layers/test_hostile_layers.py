@@ -91,7 +91,7 @@ def test_a_layer_names_what_is_wrong(layer, fields, inputs):
     (name, value, fields, inputs | {name: value})
     for name in inputs
     if name not in UNREAD and f"{name} of {layer.__name__}" not in UNREAD
-    for _, value in NOTHING
+    for value in NOTHING
     if value is not None or name not in ("document_starts", "num_before")
   ]
   complaints = []

@@ -107,46 +107,30 @@ def is_normal(x, std):
   assert abs(np.mean(abs(x) > 2) - 0.0455) < 6 * np.sqrt(0.0455 / x.size)
 
 
-def check_normal(settings, std, norm_std):
-  """Asserts how a model's parameters begin; gives them, and the kinds that there are."""
+@pytest.mark.slow
+def test_a_model_of_normal_weights():
+  # So the authors of the pooling paper begin, with 0.02 for both.
+  relative = helpers.component(registry.mixers, "relative_attention", num_heads=3)
+  outer = dict(first=dict(num_layers=2, mixer="he"), last=dict(num_layers=2, mixer=relative))
+  sizes = dict(vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN, max_length=127)
+  settings = helpers.model_settings(
+    *(relative, "gumbel"), init_std=0.02, norm_init_std=0.03, positions="learned", **outer, **sizes
+  )
   model = build_model(settings)
   params = jax.jit(model.init)(jax.random.key(2), jnp.zeros((2, 5), jnp.int32))["params"]
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(params):
     kind = path[-1].key
     seen.add(kind)
-    if kind == "scale" and norm_std:
-      is_normal(leaf - 1, norm_std)
-    elif kind == "scale":
-      assert (leaf == 1).all()
+    if kind == "scale":
+      is_normal(leaf - 1, 0.03)
     elif kind == "bias":
       assert not leaf.any()
     else:
-      is_normal(leaf, 1 if kind == "null_group" else std)
-    if leaf.ndim == 4 or norm_std and kind == "scale" and leaf.ndim == 2:
+      is_normal(leaf, 1 if kind == "null_group" else 0.02)
+    if leaf.ndim == 4 or kind == "scale" and leaf.ndim == 2:
       assert (leaf[0] != leaf[1]).mean() > 0.9, "the layers begin alike"
-  return params, seen - {"kernel", "embedding", "scale", "bias"}
-
-
-SIZES = dict(vocab_size=71, width=WIDTH, feed_forward_width=HIDDEN)
-
-
-def test_a_model_of_normal_weights():
-  settings = helpers.model_settings(
-    "he", norm_position="pre", init_std=0.03, max_length=127, positions="learned", **SIZES
-  )
-  assert check_normal(settings, 0.03, 0)[1] == {"positions", "taps"}
-
-
-# So the authors of the pooling paper begin, with 0.02 for both.
-@pytest.mark.slow
-def test_a_model_with_token_pooling():
-  mixer = helpers.component(registry.mixers, "relative_attention", num_heads=3)
-  stacks = {place: dict(num_layers=2, mixer=mixer) for place in ("first", "last")}
-  settings = helpers.model_settings(
-    mixer, "gumbel", init_std=0.02, norm_init_std=0.03, max_length=7, **stacks, **SIZES
-  )
-  params, seen = check_normal(settings, 0.02, 0.03)
-  assert seen == {"null_group", "content_bias", "position_bias"}
-  # The biases of the attention are there once, for the layers of all three stacks.
+  own = {"taps", "positions", "null_group", "content_bias", "position_bias"}
+  assert seen == own | {"kernel", "embedding", "scale", "bias"}
+  # The biases of the attention are there once, for the layers of both stacks.
   assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from dpjax import ops
-from dpjax.ops import norms
+from dpjax.ops import norms, products
 from dpjax.training import losses
 from tests import helpers
 
@@ -59,19 +59,32 @@ def cases():
 
   yield "shift_and_sum of shared gates", with_shared_gates, GATED[:1], (draw(LENGTH, 2, 3),)
   yield "layer_norm", norms.layer_norm, (INPUTS,), (draw(5), 1 - draw(5))
-  yield "rms_norm", norms.rms_norm, (INPUTS,), (draw(5),)
   yield "dispatch_matrix", ops.dispatch_matrix, GATED[1:], ()
   for size in (4, LENGTH):
     attend = partial(ops.causal_attention, block_size=size)
     yield f"causal_attention {size}", attend, QKV, ()
-    attend = partial(ops.causal_attention, block_size=size, window=3)
-    yield f"local attention {size}", attend, QKV, ()
     attend = partial(ops.relative_attention, block_size=size)
     yield f"relative_attention {size}", attend, QKV, RELATIVE
-  for name in ("scan", "toeplitz", "fft", "dft"):
-    for taps in (draw(LENGTH), draw(LENGTH, 5), draw(LENGTH, 5, 3)):
-      operator = partial(ops.causal_convolution, implementation=name)
-      yield f"causal_convolution {name} {taps.ndim}", operator, (INPUTS,), (taps,)
+  attend = partial(ops.causal_attention, block_size=4, window=3)
+  yield "local attention", attend, QKV, ()
+  yield "rotate", ops.rotate, (draw(BATCH, LENGTH, 2, 4),), (draw(1, LENGTH, 2),)
+  for name, *shape in (("scan", 5, 3), ("toeplitz", 5), ("fft",), ("dft", 5, 3)):
+    operator = partial(ops.causal_convolution, implementation=name)
+    yield f"causal_convolution {name}", operator, (INPUTS,), (draw(LENGTH, *shape),)
+  yield "short_convolution", ops.short_convolution, (INPUTS,), (draw(3, 5),)
+
+  def state_space(inputs, dt, b, c, decay):
+    return ops.selective_state_space(inputs, dt, -decay, b, c, chunk_size=4)
+
+  b = QKV[1][:, :, :1]  # of one group
+  by_rows = QKV[0], draw(BATCH, LENGTH, 2), b, 1 - b
+  yield "selective_state_space", state_space, by_rows, (draw(2),)
+
+  def low_product(inputs, matrix):
+    with ops.product_dtype("bfloat16"):
+      return products.product("btd,de->bte", inputs, matrix)
+
+  yield "product in bfloat16", low_product, (INPUTS,), (draw(5, 3),)
   for method in ("mean", "last"):
     pool = partial(ops.pool_segments, capacity=4, method=method)
     yield f"pool_segments {method}", pool, (INPUTS, BOUNDARIES), ()
@@ -83,7 +96,6 @@ def cases():
   yield "causal_attention_cached", cached(ops.causal_attention_cached, init, 3), QKV, ()
   few = partial(ops.init_attention_cache, BATCH, 3, 2, 3)
   yield "local_attention_cached", cached(ops.local_attention_cached, few, 3), QKV, ()
-  yield "short_convolution", ops.short_convolution, (INPUTS,), (draw(3, 5),)
   attend = cached(ops.relative_attention_cached, init, 3)
   yield "relative_attention_cached", attend, QKV, RELATIVE
   init = partial(ops.init_convolution_cache, BATCH, LENGTH, 5)
@@ -98,8 +110,8 @@ CASES = [*cases()]
 # One of each way to share arrays and to cut them.
 DEFAULT = {
   *("shift_and_sum recompute", "shift_and_sum of shared gates", "shift_and_sum_cached"),
-  *("relative_attention 4", "local attention 4", "causal_convolution fft 1"),
-  *("pool_segments mean", "upsample_segments", "short_convolution", "layer_norm"),
+  *("relative_attention 4", "local attention", "causal_convolution fft", "product in bfloat16"),
+  *("pool_segments mean", "upsample_segments", "selective_state_space", "layer_norm"),
 }
 
 
@@ -133,28 +145,40 @@ def assert_close(actual, expected):
 
 
 @parametrize(CASES, DEFAULT)
-def test_explicit_axes_and_shard_map(name, operator, by_rows, shared):
+def test_rows_on_several_devices(name, operator, by_rows, shared):
   arrays, run = (*by_rows, *shared), with_gradients(operator)
   expected = jax.jit(run)(*arrays)
-  mesh = jax.make_mesh((8,), ("rows",))
-  assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
-  specs = tuple(ROWS if i < len(by_rows) else PartitionSpec() for i in range(len(arrays)))
-  placed = [jax.device_put(x, NamedSharding(mesh, y)) for x, y in zip(arrays, specs, strict=True)]
-  actual = jax.jit(run)(*placed)
+  specs = [ROWS] * len(by_rows) + [PartitionSpec()] * len(shared)
+
+  def place(mesh):
+    return [jax.device_put(x, NamedSharding(mesh, y)) for x, y in zip(arrays, specs, strict=True)]
+
+  explicit = jax.make_mesh((8,), ("rows",))
+  assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
+  actual = jax.jit(run)(*place(explicit))
   assert_close(actual, expected)
   results = [actual[0]]
-  if name in ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft 1"):
-    results.append(operator(*placed[: len(by_rows)], *shared))  # Shared: on one device.
-    with jax.set_mesh(mesh):
-      results.append(operator(*placed[: len(by_rows)], *shared))
+  if name in ("shift_and_sum recompute", "causal_attention 6", "causal_convolution fft"):
+    placed = *place(explicit)[: len(by_rows)], *shared  # Shared: on one device.
+    results.append(operator(*placed))
+    with jax.set_mesh(explicit):
+      results.append(operator(*placed))
   for result in results:
     np.testing.assert_allclose(result, expected[0], rtol=1e-5, atol=1e-5)
     assert jax.typeof(result).sharding.spec[0] == "rows"
-  if "cached" not in name and "pallas" not in name:
-    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  if "pallas" in name:
+    return
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  if "cached" not in name and name != "selective_state_space":
     by_floats = [s for s, x in zip(specs, arrays, strict=True) if x.dtype == np.float32]
-    each = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(ROWS, *by_floats))
+    each = jax.shard_map(run, mesh=mesh, in_specs=(*specs,), out_specs=(ROWS, *by_floats))
     assert_close(jax.jit(each)(*arrays), expected)
+  if "fft" not in name:
+    compiled = jax.jit(run).lower(*place(mesh)).compile()
+    assert_close(compiled(*place(mesh)), expected)
+    if name != "product in bfloat16":  # JAX 0.10 gathers factors of 16 bits.
+      # Devices exchange the gradients of shared arrays alone.
+      assert helpers.collectives(compiled) == ({"all-reduce"} if shared else set())
 
 
 def test_a_loss_in_pieces_within_shard_map():
@@ -175,23 +199,11 @@ def test_a_loss_in_pieces_within_shard_map():
   assert_close((value.sum(keepdims=True), *grads), jax.jit(run)(*arrays))
 
 
-@parametrize(
-  [case for case in CASES if "fft" not in case[0] and "pallas" not in case[0]],
-  {"shift_and_sum recompute", "relative_attention 4"},
-)
-def test_devices_exchange_the_gradients_of_shared_arrays_alone(name, operator, by_rows, shared):
-  rows, everywhere = helpers.over_devices()
-  run = jax.jit(with_gradients(operator))
-  placed = [jax.device_put(x, rows) for x in by_rows]
-  placed += [jax.device_put(x, everywhere) for x in shared]
-  compiled = run.lower(*placed).compile()
-  assert_close(compiled(*placed), run(*by_rows, *shared))
-  assert helpers.collectives(compiled) == ({"all-reduce"} if shared else set())
-
-
+# Of a row that does not count, too.
+prior = partial(ops.binomial_prior_loss, alpha=0.2, weights=np.tri(3, 7, -1, bool))
 LOSSES = [
   ("cross_entropy", nats, (INPUTS,), ()),
-  ("binomial_prior_loss", partial(ops.binomial_prior_loss, alpha=0.2), (draw(2, 7),), ()),
+  ("binomial_prior_loss", prior, (draw(3, 7),), ()),
 ]
 
 

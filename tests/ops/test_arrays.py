@@ -15,6 +15,7 @@ from jaxtyping import AbstractArray, Array, Float, Int32, PRNGKeyArray
 from dpjax import ops
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Real, Starts, typed
+from tests import helpers
 
 B, T, D, K, H, E, M = 2, 7, 5, 3, 4, 6, 8
 
@@ -52,59 +53,51 @@ class Stranger:
     raise RuntimeError("no array")
 
 
-NOTHING = [(str(x), x) for x in (None, "abc", {}, [[1.0], [1.0, 2.0]])] + [("object", Stranger())]
-ENDS = np.eye(T, dtype=np.int32)[[0, 0]]
+NOTHING = [None, "abc", {}, [[1.0], [1.0, 2.0]], Stranger()]
+ENDS, COUNTS = np.eye(T, dtype=np.int32)[[0, 0]], jnp.zeros(B, jnp.int32)
 VALID = dict(
   x=floats(B, T, D),
   gates=floats(T, K),
-  cache=Cache(floats(B, 2**K - 1, D), jnp.zeros(B, jnp.int32)),
+  cache=Cache(floats(B, 2**K - 1, D), COUNTS),
   previous=(floats(B), np.ones(B, bool)),
   ends=ENDS,
   document_starts=ENDS,
   weights=np.ones((1, T), bool),
   key=jax.random.key(0),
 )
-SIZES = "with B=2, T=7, D=5"
-WRONG = [
-  (dict(x=floats(T, D)), r"x: expected Float[Array, 'B T D'], got float32[7, 5]"),
-  (dict(x=jnp.ones((B, T, D), int)), "x: expected Float[Array, 'B T D'], got int32[2, 7, 5]"),
-  *((dict(x=x), "x: expected Float[Array, 'B T D'], got ") for _, x in NOTHING),
-  (
-    dict(gates=floats(T - 1, K)),
-    f"gates: expected Float[Array, 'T K'] or Float[Array, 'T K D'] {SIZES}, got float32[6, 3]",
-  ),
-  (dict(gates=floats(T, K, D + 1)), "gates: expected Float[Array, 'T K'] or "),
-  (
-    dict(cache=Cache(floats(B, 5, D), jnp.zeros(B, jnp.int32))),
-    f"cache.ring: expected Float[Array, 'B 2**K-1 D'] {SIZES}, K=3, got float32[2, 5, 5]",
-  ),
-  (dict(cache=Cache(floats(B, 7, D), floats(B))), "cache.length: expected Int32[Array, 'B']"),
-  (dict(cache=3), "cache: expected Cache or None"),
-  (dict(cache=(floats(B, 7, D), jnp.zeros(B, jnp.int32))), "cache: expected Cache or None"),
-  (dict(previous=(floats(B), floats(B, 1))), "previous: expected Binary[Array, 'B'] with "),
-  (
-    dict(previous=floats(B)),
-    "previous: expected tuple[Float[Array, 'B'], Binary[Array, 'B']] or None with ",
-  ),
-  (dict(ends=ENDS + 2), "ends: expected zeros and ones, got 3"),
-  (dict(ends=-ENDS), "ends: expected zeros and ones, got -1"),
-  (dict(document_starts=ENDS[:, ::-1]), "document_starts: expected every row to begin with 1, got"),
-  (dict(document_starts=ENDS / 1), "document_starts: expected Starts[Array, 'B T'] or None"),
-  (dict(weights=floats(3, T)), "weights: expected Real[Array, '#B T'] or None"),
-  (dict(weights=1j * floats(B, T)), "weights: expected Real[Array, '#B T'] or None"),
-  (dict(key=jax.random.split(VALID["key"])), "key: expected Key[Array, ''] or UInt32[Array, '2']"),
-]
+WRONG = """
+  x=floats(T, D) | x: expected Float[Array, 'B T D'], got float32[7, 5]
+  x=jnp.ones((B, T, D), int) | x: expected Float[Array, 'B T D'], got int32[2, 7, 5]
+  x=None | x: expected Float[Array, 'B T D'], got None
+  x=[[1.0], [1.0, 2.0]] | x: expected Float[Array, 'B T D'], got list
+  x=Stranger() | x: expected Float[Array, 'B T D'], got Stranger
+  gates=floats(T - 1, K) | gates: expected {GATES} with B=2, T=7, D=5, got float32[6, 3]
+  gates=floats(T, K, D + 1) | gates: expected {GATES} with B=2, T=7, D=5, got float32[7, 3, 6]
+  cache=Cache(floats(B, 5, D), COUNTS) | cache.ring: expected Float[Array, 'B 2**K-1 D'] with B=2,
+  cache=Cache(floats(B, 7, D), floats(B)) | cache.length: expected Int32[Array, 'B'] with B=2,
+  cache=(floats(B, 7, D), COUNTS) | cache: expected Cache or None with B=2,
+  previous=(floats(B), floats(B, 1)) | previous: expected Binary[Array, 'B'] with B=2,
+  previous=floats(B) | previous: expected tuple[Float[Array, 'B'], Binary[Array, 'B']] or None with
+  ends=ENDS + 2 | ends: expected zeros and ones, got 3
+  ends=-ENDS | ends: expected zeros and ones, got -1
+  document_starts=ENDS[:, ::-1] | document_starts: expected every row to begin with 1, got 0
+  document_starts=ENDS / 1 | document_starts: expected Starts[Array, 'B T'] or None with B=2,
+  weights=floats(3, T) | weights: expected Real[Array, '#B T'] or None with B=2,
+  weights=1j * floats(B, T) | weights: expected Real[Array, '#B T'] or None with B=2,
+  key=jax.random.split(VALID["key"]) | key: expected Key[Array, ''] or UInt32[Array, '2'] or
+"""
+GATES = "Float[Array, 'T K'] or Float[Array, 'T K D']"
 
 
-@pytest.mark.parametrize("changes, message", WRONG, ids=[next(iter(x)) for x, _ in WRONG])
-def test_wrong_arrays_are_named(changes, message):
-  with pytest.raises(ValueError) as error:
-    mix(**VALID | changes)
-  assert str(error.value).startswith(message) and "\n" not in str(error.value)
+@pytest.mark.parametrize("change, message", helpers.cases(WRONG))
+def test_wrong_arrays_are_named(change, message):
+  arguments = VALID | eval(f"dict({change})")
   # Under `jit`, of what is closed over as well.
-  with pytest.raises(ValueError) as error:
-    jax.eval_shape(lambda: mix(**VALID | changes))
-  assert str(error.value).startswith(message)
+  for call in (lambda: mix(**arguments), lambda: jax.eval_shape(lambda: mix(**arguments))):
+    with pytest.raises(ValueError) as error:
+      call()
+    assert str(error.value).startswith(message.replace("{GATES}", GATES))
+    assert "\n" not in str(error.value)
 
 
 def test_array_likes_and_missing_arguments():
@@ -157,110 +150,69 @@ def test_every_array_of_a_public_function_is_annotated():
 
 
 QKV = (floats(B, T, H, E),) * 3
-ATTENTION = ops.init_attention_cache(B, M, H, E)
+CACHE = ops.init_attention_cache(B, M, H, E)
+FULL = CACHE._replace(length=CACHE.length + 2)
+SMALL = ops.init_attention_cache(B, 6, H, E)
 KEYS = dict(positions=floats(T, H, E), content_bias=floats(H, E), position_bias=floats(H, E))
 SHORT = KEYS | dict(positions=floats(T - 1, H, E))
-HALF = floats(B, T, D).astype(jnp.bfloat16)
-FLAT = floats(B, T)
-
-
+HALF, FLAT = floats(B, T, D).astype(jnp.bfloat16), floats(B, T)
+LOW_VALUES = *QKV[:2], QKV[2].astype(jnp.bfloat16)
+STATE_SPACE = QKV[0], floats(B, T, H), floats(H), *[floats(B, T, 3, E)] * 2
+TAPS, TWO_ROWS = ops.init_convolution_cache(B, M, D), jnp.arange(14.0).reshape(2, 7)
 # Relations between sizes, dtypes and values, which no annotation tells.
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: ops.relative_attention(*QKV, **SHORT), "positions: expected R of at least 7"),
-    (
-      lambda: ops.relative_attention_cached(*QKV, **KEYS, cache=ATTENTION),
-      "positions: expected R of at least 8",
-    ),
-    (lambda: ops.causal_attention(*(x[:, :0] for x in QKV)), "queries: expected sizes of at leas"),
-    (lambda: ops.causal_attention(*QKV, dropout_rate=0.1), "dropout_key: expected a random key"),
-    (lambda: ops.causal_attention(*QKV, dropout_rate=1.0), "dropout_rate: expected a probability"),
-    (lambda: ops.causal_attention(*QKV, window=0), "window: expected at least 1, got 0"),
-    (lambda: ops.causal_attention(*QKV, block_size=2.5), "block_size: expected an integer"),
-    (lambda: ops.rotate(QKV[0][..., :5], floats(1, T, 2)), "inputs: expected an even E"),
-    (lambda: ops.rotary_angles(T, 5), "features: expected an even number"),
-    (lambda: ops.rotary_angles(T, E, math.nan), "base: expected a number above 0"),
-    (
-      lambda: ops.causal_attention_cached(*QKV, ops.init_attention_cache(B, 6, H, E)),
-      "queries: expected a chunk of C = 1 .. 6 tokens",
-    ),
-    (
-      lambda: ops.causal_attention_cached(*QKV, ATTENTION._replace(length=ATTENTION.length + 2)),
-      "cache: expected rows of at most M = 8 tokens, got 9",
-    ),
-    (
-      lambda: ops.causal_attention_cached(*QKV[:2], QKV[2].astype(jnp.bfloat16), ATTENTION),
-      "values: expected float32, got bfloat16",
-    ),
-    (
-      lambda: ops.causal_attention_cached(*QKV, ATTENTION, lengths=np.array([T, 8])),
-      "lengths: expected 0 .. C = 7, got 8",
-    ),
-    (
-      lambda: ops.shift_and_sum_cached(
-        QKV[0], floats(B, T, H, 1), ops.ShiftAndSumCache(HALF[:, :1, None, :1], jnp.ones(B, "i"))
-      ),
-      "cache.ring: expected Float",
-    ),
-    (
-      lambda: ops.causal_convolution_cached(HALF, floats(M), ops.init_convolution_cache(B, M, D)),
-      "cache.inputs: expected bfloat16, got float32",
-    ),
-    (lambda: ops.causal_convolution(HALF, floats(T - 1)), "inputs: expected at most 6 positions"),
-    (lambda: ops.causal_convolution(HALF[:, :0], floats(0)), "filters: expected at least one tap"),
-    (lambda: ops.shift_and_sum(*QKV[:2], implementation="loob"), "implementation: expected one of"),
-    (lambda: ops.num_levels(0), "max_length: expected at least 1, got 0"),
-    (lambda: ops.init_shift_and_sum_cache(B, H, E, 31), "num_levels: expected at most 30, got 31"),
-    (lambda: ops.init_segment_cache(True, D), "batch: expected an integer of at least 1, got True"),
-    (lambda: ops.init_segment_cache(B, D, jnp.int32), "dtype: expected a float, got int32"),
-    (lambda: ops.init_convolution_cache(B, 2**31, D), "num_taps: expected at most 2147483647"),
-    (lambda: ops.check_boundaries(ENDS, (B, T + 1)), "boundaries: expected "),
-    (lambda: ops.check_starts(ENDS, (T,)), r"shape: expected \(B, T\)"),
-    (lambda: ops.pool_segments(HALF, ENDS, 3, method="max"), "method: expected one of"),
-    (lambda: ops.pool_segments(HALF, ENDS, -1), "capacity: expected at least 0, got -1"),
-    (lambda: ops.upsample_segments(HALF[:, :1], ENDS), "segments: expected S of at least 2"),
-    (lambda: ops.whitespace_boundaries(ENDS, (0, 2.5)), "space_ids: expected token ids"),
-    (
-      lambda: ops.fixed_boundaries((B, T), 3, num_before=np.ones(3, int)),
-      "num_before: expected ",
-    ),
-    (
-      lambda: ops.entropy_threshold(floats(B, T), "local", 1.0),
-      "rule: expected one of global, monotonic, combined, got local",
-    ),
-    (lambda: ops.conditional_entropy(floats(B, T, 0)), "logits: expected V of at least 1"),
-    (lambda: ops.ratio_loss(ENDS, floats(B, T), 1.0), "factor: expected a factor above 1, got 1.0"),
-    (lambda: ops.run_in_bucket(3, (3,), None, HALF), "function: expected a function, got 3"),
-    (
-      lambda: ops.run_in_bucket(abs, (3,), None, HALF),
-      "bucket_sizes: expected increasing len.* to S = 7",
-    ),
-    (lambda: ops.bucket_sizes(0, 3), "longest: expected at least 1, got 0"),
-    (lambda: ops.bucket_sizes(3, 0), "num_buckets: expected at least 1, got 0"),
-    (lambda: ops.fixed_boundaries((B, T), 3, 3), "offset: expected at most 2, got 3"),
-    (lambda: ops.whitespace_boundaries(ENDS, ()), "space_ids: .* alphabet without a space"),
-    (lambda: ops.gumbel_sigmoid(FLAT, 1.0), "key, noise: .* got none"),
-    (
-      lambda: ops.gumbel_sigmoid(FLAT, 1.0, key=VALID["key"], noise=FLAT),
-      "key, noise: .* got both",
-    ),
-    (lambda: ops.gumbel_sigmoid(FLAT, 1.0, noise=FLAT - 0.5), "noise: .* above 0 and below 1"),
-    (lambda: ops.binomial_prior_loss(FLAT, 1.0), "alpha: expected 0 < alpha < 1, got 1.0"),
-    (
-      lambda: ops.entropy_threshold(FLAT, "global", 1.0, 0.5),
-      "theta_add: expected 0 with the rule global",
-    ),
-    # Of two tokens in a row one is a boundary at most.
-    (
-      lambda: ops.entropy_theta(jnp.arange(14.0).reshape(2, 7), 1.5, "combined", 0.1),
-      "factor: expected at least 1.75, which theta_add = 0.1 leaves, got 1.5",
-    ),
-  ],
-)
+RELATIONS = r"""
+  relative_attention(*QKV, **SHORT) | positions: expected R of at least 7
+  relative_attention_cached(*QKV, **KEYS, cache=CACHE) | positions: expected R of at least 8
+  causal_attention(*(x[:, :0] for x in QKV)) | queries: expected sizes of at least 1
+  causal_attention(*QKV, dropout_rate=0.1) | dropout_key: expected a random key
+  causal_attention(*QKV, dropout_rate=1.0) | dropout_rate: expected a probability
+  causal_attention(*QKV, window=0) | window: expected at least 1, got 0
+  causal_attention(*QKV, block_size=2.5) | block_size: expected an integer
+  causal_attention_cached(*QKV, SMALL) | queries: expected a chunk of C = 1 .. 6 tokens
+  causal_attention_cached(*QKV, FULL) | cache: expected rows of at most M = 8 tokens, got 9
+  causal_attention_cached(*LOW_VALUES, CACHE) | values: expected float32, got bfloat16
+  causal_attention_cached(*QKV, CACHE, lengths=np.array([T, 8])) | lengths: expected 0 .. C = 7
+  rotate(QKV[0][..., :5], floats(1, T, 2)) | inputs: expected an even E
+  rotate(QKV[0], floats(1, T, 4)) | angles: expected at most E / 2
+  rotary_angles(T, 5) | features: expected an even number
+  rotary_angles(T, E, math.nan) | base: expected a number above 0
+  shift_and_sum(*QKV[:2], implementation="loob") | implementation: expected one of
+  init_shift_and_sum_cache(B, H, E, 31) | num_levels: expected at most 30, got 31
+  selective_state_space(*STATE_SPACE) | b: expected G that divides H = 4, got G = 3
+  causal_convolution(HALF, floats(T - 1)) | inputs: expected at most 6 positions
+  causal_convolution(HALF[:, :0], floats(0)) | filters: expected at least one tap
+  causal_convolution_cached(HALF, floats(M), TAPS) | cache.inputs: expected bfloat16, got float32
+  check_boundaries(ENDS, (B, T + 1)) | boundaries: expected Binary
+  check_starts(ENDS, (T,)) | shape: expected \(B, T\)
+  init_segment_cache(True, D) | batch: expected an integer of at least 1, got True
+  init_segment_cache(B, D, jnp.int32) | dtype: expected a float, got int32
+  pool_segments(HALF, ENDS, 3, method="max") | method: expected one of
+  pool_segments(HALF, ENDS, -1) | capacity: expected at least 0, got -1
+  upsample_segments(HALF[:, :1], ENDS) | segments: expected S of at least 2
+  whitespace_boundaries(ENDS, (0, 2.5)) | space_ids: expected token ids
+  whitespace_boundaries(ENDS, ()) | space_ids: .* alphabet without a space
+  fixed_boundaries((B, T), 3, 3) | offset: expected at most 2, got 3
+  fixed_boundaries((B, T), 3, num_before=np.ones(3, int)) | num_before: expected
+  conditional_entropy(floats(B, T, 0)) | logits: expected V of at least 1
+  entropy_threshold(FLAT, "local", 1.0) | rule: expected one of global, monotonic, combined
+  entropy_threshold(FLAT, "global", 1.0, 0.5) | theta_add: expected 0 with the rule global
+  # Of two tokens in a row one is a boundary at most.
+  entropy_theta(TWO_ROWS, 1.5, "combined", 0.1) | factor: expected at least 1.75, which theta_add
+  ratio_loss(ENDS, FLAT, 1.0) | factor: expected a factor above 1, got 1.0
+  binomial_prior_loss(FLAT, 1.0) | alpha: expected 0 < alpha < 1, got 1.0
+  gumbel_sigmoid(FLAT, 1.0) | key, noise: .* got none
+  gumbel_sigmoid(FLAT, 1.0, key=VALID["key"], noise=FLAT) | key, noise: .* got both
+  gumbel_sigmoid(FLAT, 1.0, noise=FLAT - 0.5) | noise: .* above 0 and below 1
+  run_in_bucket(3, (3,), None, HALF) | function: expected a function, got 3
+  run_in_bucket(abs, (3,), None, HALF) | bucket_sizes: expected increasing lengths up to S = 7
+  bucket_sizes(3, 0) | num_buckets: expected at least 1, got 0
+"""
+
+
+@pytest.mark.parametrize("call, message", helpers.cases(RELATIONS))
 def test_relations_that_no_annotation_tells(call, message):
   with pytest.raises(ValueError, match=f"^{message}"):
-    call()
+    eval(f"ops.{call}")
 
 
 @pytest.mark.parametrize("integer", [2**40, np.int64(2**40)])

@@ -1,4 +1,4 @@
-"""Attention against float64, and by tiles against at once: values, gradients, dropout, memory."""
+"""Attention beside float64, at once and in tiles: values, gradients, dropout, memory."""
 
 import functools
 
@@ -14,18 +14,17 @@ from tests.reference import exact
 
 BATCH, HEADS, FEATURES, BLOCK = 2, 3, 5, 8
 ATTENTIONS = {"causal": ops.causal_attention, "relative": ops.relative_attention}
-ROUNDING = dict(rtol=1e-5, atol=1e-5)
 
 
-def draw(name, length, dtype=jnp.float32, heads=HEADS, features=FEATURES):
+def draw(name, length, heads=HEADS, features=FEATURES):
   """The arguments, and the gradient of the result."""
   shapes = [(BATCH, length, heads, features)] * 4
   if name == "relative":
     # Two distances more than there are.
     shapes += [(length + 2, heads, features), (heads, features), (heads, features)]
   generator = np.random.default_rng(5)
-  weights, *arguments = (generator.standard_normal(shape) for shape in shapes)
-  return [jnp.asarray(x, dtype) for x in arguments], jnp.asarray(weights, dtype)
+  weights, *arguments = (jnp.float32(generator.standard_normal(shape)) for shape in shapes)
+  return arguments, weights
 
 
 def with_gradients(name, **settings):
@@ -39,127 +38,89 @@ def with_gradients(name, **settings):
   return run
 
 
-def whole(name, length, **settings):
-  return with_gradients(name, block_size=length, **settings)
-
-
-def assert_alike(found, expected, **tolerance):
+def assert_close(found, expected, tolerance=1e-5):
   for i, (x, y) in enumerate(zip(found, expected, strict=True)):
-    assert x.shape == y.shape and x.dtype == y.dtype
-    x, y = (np.asarray(z, np.float32) for z in (x, y))
-    np.testing.assert_allclose(x, y, **tolerance, err_msg=f"number {i}")
-
-
-@pytest.mark.parametrize("length", [1, 7])
-def test_relative_attention_is_the_equation(length):
-  arguments, weights = draw("relative", length)
-  found = jax.jit(whole("relative", length))(arguments, weights)
-  expected = exact.run(reference.relative_attention, arguments, weights)
-  for x, y in zip(found, expected, strict=True):
-    np.testing.assert_allclose(x, y, **ROUNDING)
-  np.testing.assert_array_equal(found[4][length:], 0)
-
-
-def local_loop(window, queries, keys, values):
-  """Position by position: the softmax over the last `window` keys."""
-  outputs = []
-  for t in range(queries.shape[1]):
-    first = max(0, t - window + 1)
-    scores_bhs = jnp.einsum("bhe,bshe->bhs", queries[:, t], keys[:, first : t + 1])
-    weights_bhs = jax.nn.softmax(scores_bhs / queries.shape[3] ** 0.5)
-    outputs.append(jnp.einsum("bhs,bshe->bhe", weights_bhs, values[:, first : t + 1]))
-  return jnp.stack(outputs, axis=1)
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f"number {i}")
 
 
 @pytest.mark.parametrize(
-  "length, window, block", [(19, 11, BLOCK), (9, 3, 4), (5, 1, 2), (7, 5, 7)]
+  "name, length, window, block",
+  [
+    ("causal", 7, None, 7),
+    ("causal", 29, None, BLOCK),
+    ("causal", 7, 5, 7),
+    ("causal", 19, 11, BLOCK),
+    ("causal", 5, 1, 2),
+    ("relative", 1, None, 1),
+    ("relative", 7, None, 7),
+    ("relative", 2 * BLOCK, None, BLOCK),
+    ("relative", 29, None, BLOCK),
+  ],
 )
-def test_local_attention_is_the_loop_over_the_band(length, window, block):
-  arguments, weights = draw("causal", length)
-  found = jax.jit(with_gradients("causal", window=window, block_size=block))(arguments, weights)
-  expected = exact.run(functools.partial(local_loop, window), arguments, weights)
-  for x, y in zip(found, expected, strict=True):
-    np.testing.assert_allclose(x, y, **ROUNDING)
+def test_attention_is_the_equation(name, length, window, block):
+  arguments, weights = draw(name, length)
+  settings = {} if window is None else dict(window=window)
+  run = with_gradients(name, block_size=block, **settings)
+  program = str(jax.make_jaxpr(run)(arguments, weights))
+  assert ("scan" in program or "while" in program) == (block < length)
+  equation = functools.partial(reference.attention, **settings)
+  assert_close(jax.jit(run)(arguments, weights), exact.run(equation, arguments, weights))
 
 
-def test_a_window_of_all_positions_is_no_window():
-  arguments, weights = draw("causal", 29)
-  found = jax.jit(with_gradients("causal", window=29, block_size=BLOCK))(arguments, weights)
-  expected = jax.jit(with_gradients("causal", block_size=BLOCK))(arguments, weights)
-  for x, y in zip(found, expected, strict=True):
-    np.testing.assert_array_equal(x, y)
+STARTS = np.zeros((BATCH, 5 * BLOCK), np.int32)
+STARTS[:, [0, 2 * BLOCK, 2 * BLOCK + 3]] = 1
 
 
-def test_tiles_outside_of_the_band_are_not_computed():
+@pytest.mark.parametrize(
+  "settings", [dict(window=BLOCK - 1), dict(document_starts=STARTS)], ids=["window", "documents"]
+)
+def test_tiles_in_which_no_query_sees_a_key_are_not_computed(settings):
   # A tile that reads nan gives nan, wherever its weights are 0.
-  length, place = 5 * BLOCK, 2 * BLOCK
-  (q, k, v), weights = draw("causal", length)
+  place = 2 * BLOCK
+  (q, k, v), weights = draw("causal", 5 * BLOCK)
   v = v.at[:, :BLOCK].set(jnp.nan)
-  run = jax.jit(with_gradients("causal", window=BLOCK - 1, block_size=BLOCK))
+  run = jax.jit(with_gradients("causal", block_size=BLOCK, **settings))
   y, *grads = run((q, k, v), weights.at[:, :place].set(0))
   assert np.isfinite(y[:, place:]).all() and not np.isfinite(y[:, place - 1]).any()
   assert all(np.isfinite(grad[:, place:]).all() for grad in grads)
-  # Of full attention every later position does.
-  assert not np.isfinite(jax.jit(whole("causal", length))((q, k, v), weights)[0]).any()
 
 
-@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (1, 2), (3, 1)])
-def test_relative_positions(length, width):
-  table = ops.relative_positions(length, width)
-  assert table.dtype == np.float32
-  np.testing.assert_allclose(table, reference.relative_positions(length, width), atol=1e-6)
+@pytest.mark.parametrize("length, width", [(7, 6), (13, 5), (3, 1)])
+def test_relative_positions_are_those_of_tokens_with_the_sines_first(length, width):
   by_turns = embeddings.sinusoidal_positions(length, width)
   sines_first = np.concatenate([by_turns[:, ::2], by_turns[:, 1::2]], axis=1)
-  np.testing.assert_array_equal(table, sines_first)
+  np.testing.assert_array_equal(ops.relative_positions(length, width), sines_first)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("length, block", [(2 * BLOCK, BLOCK), (29, BLOCK), (3, 1)])
-def test_tiles_give_what_all_at_once_gives(name, length, block):
-  arguments, weights = draw(name, length)
-  run = with_gradients(name, block_size=block)
-  assert "scan" in str(jax.make_jaxpr(run)(arguments, weights))
-  found = jax.jit(run)(arguments, weights)
-  expected = jax.jit(whole(name, length))(arguments, weights)
-  assert all(np.abs(x).max() > 0.1 for x in found)
-  assert_alike(found, expected, **ROUNDING)
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_large_scores_are_finite_and_bfloat16_keeps_its_dtype(name):
-  arguments, weights = draw(name, 19)
-  run, exact = (jax.jit(f) for f in (with_gradients(name, block_size=BLOCK), whole(name, 19)))
+def test_large_scores_are_finite():
+  arguments, weights = draw("relative", 19)
   large = [100 * x for x in arguments]
-  found = run(large, weights)
+  found = jax.jit(with_gradients("relative", block_size=BLOCK))(large, weights)
   assert all(np.isfinite(x).all() for x in found)
-  assert_alike(found[:1], exact(large, weights)[:1], **ROUNDING)
-  half = [x.astype(jnp.bfloat16) for x in (*arguments, weights)]
-  found = run(half[:-1], half[-1])
-  *wide, wide_weights = (x.astype(jnp.float32) for x in half)
-  for x, y in zip(found, exact(wide, wide_weights), strict=True):
-    assert x.dtype == jnp.bfloat16
+  assert_close(found[:1], [exact.run(reference.attention, large)])
+
+
+@pytest.mark.parametrize("low", [("values",), ("queries", "keys", "values")], ids=len)
+@pytest.mark.parametrize("name, block", [("causal", 19), ("causal", BLOCK), ("relative", BLOCK)])
+def test_arguments_of_16_bits(name, block, low):
+  arguments, weights = draw(name, 19)
+  is_low = [len(low) == 3 or i == 2 for i in range(len(arguments))]
+  dtypes = [jnp.bfloat16 if x else jnp.float32 for x in is_low]
+  rounded = [x.astype(dtype) for x, dtype in zip(arguments, dtypes, strict=True)]
+  rounded = rounded, weights.astype(jnp.bfloat16)
+  run = jax.jit(with_gradients(name, block_size=block))
+  found = run(*rounded)
+  assert [x.dtype for x in found] == [jnp.bfloat16, *dtypes]
+  expected = run(*jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+  for x, y in zip(found, expected, strict=True):
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
     np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("size", [None, BLOCK])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_arguments_of_several_dtypes(name, size):
-  (q, k, v, *others), weights = draw(name, 19)
-  half = v.astype(jnp.bfloat16)
-  run = jax.jit(with_gradients(name, block_size=size))
-  found = run((q, k, half, *others), weights.astype(jnp.bfloat16))
-  expected = run((q, k, half.astype(jnp.float32), *others), weights)
-  assert [x.dtype for x in found[:4]] == [jnp.bfloat16, jnp.float32, jnp.float32, jnp.bfloat16]
-  for x, y in zip(found, expected, strict=True):
-    np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_what_comes_later_does_not_count_even_nan(name):
+def test_what_comes_later_does_not_count_even_nan():
   length, place = 3 * BLOCK - 2, 2 * BLOCK
-  arguments, weights = draw(name, length)
-  run = jax.jit(with_gradients(name, block_size=BLOCK))
+  arguments, weights = draw("relative", length)
+  run = jax.jit(with_gradients("relative", block_size=BLOCK))
   # The gradient of what comes first is 0 at all that comes later, and at nothing before.
   before, *grads = run(arguments, weights.at[:, place:].set(0))
   for grad in grads[:3]:
@@ -176,11 +137,10 @@ def weights_of(name, length, block_size, rate, key):
   return ATTENTIONS[name](*arguments, dropout_rate=rate, dropout_key=key, block_size=block_size)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_dropout_is_of_the_weights(name):
+def test_dropout_is_of_the_weights():
   length, rate = 29, 0.3
-  exact = jax.jit(functools.partial(weights_of, name, length, length, 0.0))(None)
-  train = jax.jit(functools.partial(weights_of, name, length, BLOCK, rate))
+  exact = jax.jit(functools.partial(weights_of, "causal", length, length, 0.0))(None)
+  train = jax.jit(functools.partial(weights_of, "causal", length, BLOCK, rate))
   keys = jax.random.split(jax.random.key(0), 3)
   dropped = np.stack([train(key) for key in keys])
   np.testing.assert_array_equal(dropped[1], train(keys[1]))
@@ -200,35 +160,24 @@ def test_dropout_is_of_the_weights(name):
   assert len(np.unique(tiles, axis=0)) == len(tiles) == 3 * 3 * BATCH * HEADS
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_the_gradient_drops_what_the_result_dropped(name):
-  length, settings = 19, dict(dropout_rate=0.3, dropout_key=jax.random.key(2), block_size=BLOCK)
-  arguments, weights = draw(name, length)
-  kept = jax.jit(functools.partial(weights_of, name, length, BLOCK, 0.3))
-  factors_bths = np.float32(kept(jax.random.key(2)) != 0) / 0.7
+def test_the_gradient_drops_what_the_result_dropped():
+  length, key = 19, jax.random.key(2)
+  arguments, weights = draw("relative", length)
+  kept = jax.jit(functools.partial(weights_of, "relative", length, BLOCK, 0.3))(key)
+  factors_bths = np.float32(kept != 0) / 0.7
 
-  def expected(*arguments):
-    # The same mask over weights that are built at once.
-    values = jnp.broadcast_to(jnp.eye(length)[None, :, None], (BATCH, length, HEADS, length))
-    lead = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - FEATURES)]) for x in arguments]
-    scale = (length / FEATURES) ** 0.5
-    lead[0] *= scale
-    if name == "relative":
-      lead[4:] = [x * scale for x in lead[4:]]
-    weights_bths = ATTENTIONS[name](*lead[:2], values, *lead[3:], block_size=length)
-    return jnp.einsum("bths,bshe->bthe", weights_bths * factors_bths, arguments[2])
+  def expected(queries, keys, values, *relative):
+    # The same mask over weights that the values of a unit matrix give.
+    unit = jnp.broadcast_to(jnp.eye(length)[:, None], (BATCH, length, HEADS, length))
+    weights_bths = reference.attention(queries, keys, unit, *relative)
+    return jnp.einsum("bths,bshe->bthe", weights_bths * factors_bths, values)
 
-  @jax.jit
-  def reference(arguments, weights):
-    result, pull = jax.vjp(expected, *arguments)
-    return result, *pull(weights)
-
-  found = jax.jit(with_gradients(name, **settings))(arguments, weights)
-  assert_alike(found, reference(arguments, weights), rtol=1e-4, atol=2e-5)
+  run = with_gradients("relative", dropout_rate=0.3, dropout_key=key, block_size=BLOCK)
+  found = jax.jit(run)(arguments, weights)
+  assert_close(found, exact.run(expected, arguments, weights), 2e-5)
 
 
 def compile_training(name, length, **settings):
-  settings = dict(dropout_rate=0.1, dropout_key=jax.random.key(0)) | settings
   arguments, weights = draw(name, length, heads=2, features=8)
   return jax.jit(with_gradients(name, **settings)).lower(arguments, weights).compile()
 
@@ -236,11 +185,11 @@ def compile_training(name, length, **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_memory_grows_as_the_length(name):
-  compiled = [compile_training(name, length, block_size=32) for length in (256, 512)]
-  compiled.append(compile_training(name, 512, block_size=512))
+  dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
+  compiled = [compile_training(name, length, block_size=32, **dropout) for length in (256, 512)]
+  compiled.append(compile_training(name, 512, block_size=512, **dropout))
   short, long, at_once = (x.memory_analysis().temp_size_in_bytes for x in compiled)
   assert long < 2.6 * short and long < at_once / 5
   # By default, of 600 positions, there are five blocks, all alike.
-  arguments, weights = draw(name, 600, heads=2, features=8)
-  text = jax.jit(with_gradients(name)).lower(arguments, weights).compile().as_text()
+  text = compile_training(name, 600).as_text()
   assert "2,2,120,120" in text and "600,600" not in text

@@ -3,90 +3,62 @@
 import functools
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.ops import causal_convolution
+from dpjax.ops import CAUSAL_CONVOLUTION, causal_convolution, short_convolution
 from dpjax.ops.convolution import choose_implementation
 from tests import helpers
 from tests.reference import exact
 from tests.reference import extractors as reference
 
-IMPLEMENTATIONS = ("scan", "toeplitz", "fft", "dft")
-RANKS = (1, 2, 3)
+
+def draw(rank, length=7, taps=11, width=3, written=5, dtype=jnp.float32):
+  """Inputs and filters."""
+  arrays = exact.normal(2, length, width), exact.normal(*(taps, width, written)[:rank])
+  return [x.astype(dtype) for x in arrays]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-  return request.param
-
-
-@pytest.fixture(params=RANKS, ids="rank{}".format)
-def rank(request):
-  return request.param
-
-
-def draw(rank, batch=2, length=7, taps=11, width=3, written=5, dtype=jnp.float32):
-  """Inputs, filters, and the weights of a scalar to differentiate."""
-  generator = np.random.default_rng(length)
-  inputs = generator.standard_normal((batch, length, width))
-  filters = generator.standard_normal((taps, width, written)[:rank])
-  weights = generator.standard_normal((batch, length, written if rank == 3 else width))
-  return tuple(jnp.asarray(x, dtype) for x in (inputs, filters, weights))
-
-
-@functools.partial(jax.jit, static_argnames="implementation")
-def run(inputs, filters, weights, implementation=None):
-  """The result and its gradients by inputs and filters, one compilation."""
-  result, pull = jax.vjp(
-    functools.partial(causal_convolution, implementation=implementation), inputs, filters
-  )
-  return result, *pull(weights)
-
-
-@functools.cache
-def expect(*sizes):
-  """By all pairs of positions, of what `draw` gives."""
-  *arrays, weights = draw(*sizes)
-  return exact.run(reference.causal_convolution, arrays, weights)
-
-
-def assert_close(actual, expected, tolerance=1e-5):
+def assert_close(found, expected, tolerance=1e-5):
   """Errors, in units of the expected array's root mean square: largest, and that."""
-  for name, a, b in zip(("result", "inputs", "filters"), actual, expected, strict=False):
+  for name, a, b in zip(("result", "inputs", "filters"), found, expected, strict=False):
     a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
-    assert a.shape == b.shape, name
     error = np.abs(a - b) / np.sqrt(np.mean(b**2))
     assert error.max() < tolerance, name
     assert np.sqrt(np.mean(error**2)) < tolerance / 5, name
 
 
+CASES = [(name, rank) for name in CAUSAL_CONVOLUTION for rank in (1, 2, 3)]
+
+
+# In two steps, or of an even size, where T is neither; one position.
 @pytest.mark.parametrize(
-  "sizes",
-  [
-    (3, 13, 13, 5, 2),
-    (2, 1, 5, 3, 7),
-    (2, 37, 41, 3, 5),  # In two steps, or of an even size, where T is neither.
-  ],
-  ids=str,
+  "implementation, sizes",
+  [(name, (rank, 37, 41)) for name, rank in CASES]
+  + [(name, (2, 1, 5)) for name in CAUSAL_CONVOLUTION],
 )
-def test_equals_the_sum_over_all_pairs(rank, implementation, sizes):
-  assert_close(run(*draw(rank, *sizes), implementation=implementation), expect(rank, *sizes))
+def test_equals_the_sum_over_all_pairs(implementation, sizes):
+  operator = functools.partial(causal_convolution, implementation=implementation)
+  assert_close(*exact.both(operator, reference.causal_convolution, draw(*sizes)))
+
+
+def test_a_short_one_is_one_of_few_taps():
+  inputs, filters = draw(2)
+  few = filters.at[3:].set(0)
+  expected = exact.run(reference.causal_convolution, (inputs, few))
+  np.testing.assert_allclose(short_convolution(inputs, few[:3]), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
-def test_low_dtypes_are_summed_in_float32(rank, implementation, dtype):
-  arrays = draw(rank, length=37, taps=41, dtype=dtype)
-  outputs = run(*arrays, implementation=implementation)
-  assert [x.dtype for x in outputs] == [dtype] * 3
-  in_float32 = run(*(x.astype(jnp.float32) for x in arrays), implementation=implementation)
-  for x, y in zip(outputs, in_float32, strict=True):
+@pytest.mark.parametrize("implementation, rank", CASES)
+def test_low_dtypes_are_summed_in_float32(implementation, rank):
+  operator = functools.partial(causal_convolution, implementation=implementation)
+  arrays = draw(rank, 37, 41, dtype=jnp.bfloat16)
+  for x, y in zip(*exact.both(operator, reference.causal_convolution, arrays), strict=True):
     # Rounded once, at the end: the same but where a sum is close to a tie.
-    assert (x == y.astype(dtype)).mean() > 0.99
-    assert_close([x], [y], 5 * float(jnp.finfo(dtype).eps))
+    assert x.dtype == jnp.bfloat16 and (x == y.astype(jnp.bfloat16)).mean() > 0.99
+    assert_close([x], [y], 5 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
 def test_several_devices_and_other_platforms_have_a_choice_of_their_own():

@@ -12,8 +12,7 @@ from tests.reference import dispatcher as reference
 from tests.reference import exact
 
 IMPLEMENTATIONS = ("loop", "unrolled", "recompute")
-ROUNDING = dict(rtol=1e-5, atol=1e-5)
-SHAPE = (2, 13, 3, 5, 4)
+SHAPE = (2, 13, 3, 5, 4)  # The last block of 2 features overlaps the one before it.
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -22,102 +21,83 @@ def implementation(request):
 
 
 def draw(batch, length, heads, features, levels, dtype=jnp.float32):
-  """Values, gates in (0, 1), and the weights of a scalar to differentiate."""
-  generator = np.random.default_rng(length)
-  values = generator.standard_normal((batch, length, heads, features))
-  gates = generator.uniform(size=(batch, length, heads, levels))
-  weights = generator.standard_normal(values.shape)
-  return tuple(jnp.asarray(x, dtype) for x in (values, gates, weights))
+  """Values, and gates in (0, 1)."""
+  values = exact.normal(batch, length, heads, features)
+  gates = jax.nn.sigmoid(exact.normal(batch, length, heads, levels))
+  return values.astype(dtype), gates.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def run(values, gates, weights, level_keep=None, implementation=None):
-  """The result and its gradients by values and gates, one compilation."""
-
-  def operator(values, gates):
-    return shift_and_sum(values, gates, level_keep=level_keep, implementation=implementation)
-
-  result, pull = jax.vjp(operator, values, gates)
-  return result, *pull(weights)
+def assert_close(found, expected, tolerance=1e-5):
+  for name, x, y in zip(("result", "values", "gates"), found, expected, strict=True):
+    x, y = (np.asarray(z, np.float32) for z in (x, y))
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@functools.cache
-def expect(shape, level_keep=None):
-  """By Alg. 1, of what `draw` gives."""
-  *arrays, weights = draw(*shape)
-  equation = functools.partial(reference.shift_and_sum, level_keep=level_keep)
-  return exact.run(equation, arrays, weights)
-
-
-def assert_close(actual, expected, **tolerance):
-  for name, a, b in zip(("result", "values", "gates"), actual, expected, strict=True):
-    a = np.asarray(a.astype(jnp.float32))
-    np.testing.assert_allclose(a, b, **(tolerance or ROUNDING), err_msg=name)
+SHAPES = [
+  (2, 8, 1, 1, 3),  # One head of one feature.
+  (2, 1, 3, 5, 4),  # One position: no level does anything.
+  (1, 5, 2, 3, 7),  # More levels than positions.
+  (2, 11, 2, 3, 2),  # Fewer: a position sees the last four.
+  (2, 3, 2, 5, 0),
+]
 
 
 @pytest.mark.parametrize(
-  "shape",
-  [
-    SHAPE,  # The last block of 2 features overlaps the one before it.
-    (2, 8, 1, 1, 3),  # One head of one feature.
-    (2, 1, 3, 5, 4),  # One position: no level does anything.
-    (1, 5, 2, 3, 7),  # More levels than positions.
-    (2, 11, 2, 3, 2),  # Fewer: a position sees the last four.
-    (2, 3, 2, 5, 0),
-  ],
-  ids=lambda shape: "B{}-T{}-H{}-E{}-K{}".format(*shape),
+  "shape, implementation",
+  [(SHAPE, name) for name in IMPLEMENTATIONS] + [(shape, None) for shape in SHAPES],
 )
 def test_equals_the_algorithm(shape, implementation):
-  assert_close(run(*draw(*shape), implementation=implementation), expect(shape))
+  operator = functools.partial(shift_and_sum, implementation=implementation)
+  assert_close(*exact.both(operator, reference.shift_and_sum, draw(*shape)))
 
 
 def test_the_past_does_not_see_a_later_nan():
-  values, gates, _ = draw(2, 13, 2, 3, 4)
+  values, gates = draw(2, 13, 2, 3, 4)
   changed = shift_and_sum(values.at[:, 9:].set(jnp.nan), gates)
   np.testing.assert_array_equal(changed[:, :9], shift_and_sum(values, gates)[:, :9])
 
 
-@pytest.mark.parametrize("level_keep", [(True, False, True, False), (False,) * 4], ids=str)
-def test_a_dropped_level_is_skipped(level_keep, implementation):
-  is_kept = np.array(level_keep)
-  kept = run(*draw(*SHAPE), is_kept, implementation=implementation)
-  assert_close(kept, expect(SHAPE, level_keep))
-  np.testing.assert_array_equal(kept[2][..., ~is_kept], 0)
+def test_a_dropped_level_is_skipped(implementation):
+  keep = np.array([True, False, True, False])
+  operator = functools.partial(shift_and_sum, level_keep=keep, implementation=implementation)
+  equation = functools.partial(reference.shift_and_sum, level_keep=keep)
+  found, expected = exact.both(operator, equation, draw(*SHAPE))
+  assert_close(found, expected)
+  np.testing.assert_array_equal(found[2][..., ~keep], 0)
 
 
 def test_bfloat16_is_summed_in_float32(implementation):
-  arrays = draw(*SHAPE, jnp.bfloat16)
-  outputs = run(*arrays, implementation=implementation)
-  assert [x.dtype for x in outputs] == [jnp.bfloat16] * 3
-  exact = run(*(x.astype(jnp.float32) for x in arrays), implementation=implementation)
-  np.testing.assert_array_equal(outputs[0], exact[0].astype(jnp.bfloat16))
-  assert_close(outputs, exact, rtol=2**-7, atol=2**-6)
+  operator = functools.partial(shift_and_sum, implementation=implementation)
+  found, expected = exact.both(operator, reference.shift_and_sum, draw(*SHAPE, jnp.bfloat16))
+  assert [x.dtype for x in found] == [jnp.bfloat16] * 3
+  np.testing.assert_array_equal(found[0], expected[0].astype(jnp.bfloat16))
+  assert_close(found, expected, 2**-7)
 
 
-@pytest.mark.parametrize("level_keep", [None, [True, False, True, True]], ids=str)
-def test_matrix_is_the_product_of_the_levels(level_keep):
-  batch, length, heads, _, levels = SHAPE
-  values, gates, _ = draw(*SHAPE)
+def test_matrix_is_the_product_of_the_levels():
+  level_keep = [True, False, True, True]
+  batch, length, heads, *_ = SHAPE
+  values, gates = draw(*SHAPE)
   matrix = jax.jit(functools.partial(dispatch_matrix, level_keep=level_keep))(gates)
   assert matrix.shape == (batch, heads, length, length)
   for b, h in np.ndindex(batch, heads):
     product = np.eye(length)
-    for k in range(levels):
-      if level_keep is None or level_keep[k]:
-        d_tt = np.diag(np.asarray(gates[b, :, h, k], np.float64))
-        product = (np.eye(length) + d_tt @ np.eye(length, k=-(2**k))) @ product
-    np.testing.assert_allclose(matrix[b, h], product, **ROUNDING)
+    for k in np.flatnonzero(level_keep):
+      d_tt = np.diag(np.asarray(gates[b, :, h, k], np.float64))
+      product = (np.eye(length) + d_tt @ np.eye(length, k=-(2**k))) @ product
+    np.testing.assert_allclose(matrix[b, h], product, rtol=1e-5, atol=1e-5)
   mixed = jnp.einsum("bhts,bshe->bthe", matrix, values, precision="highest")
   expected = jax.jit(functools.partial(shift_and_sum, level_keep=level_keep))(values, gates)
-  np.testing.assert_allclose(mixed, expected, **ROUNDING)
+  np.testing.assert_allclose(mixed, expected, rtol=1e-5, atol=1e-5)
 
 
 def temporary_bytes(length, implementation):
-  arrays = [
-    jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (48, num_levels(length), 48)
-  ]
-  compiled = run.lower(*arrays, implementation=implementation).compile()
-  return compiled.memory_analysis().temp_size_in_bytes
+  values, gates = (
+    jax.ShapeDtypeStruct((1, length, 2, size), jnp.float32) for size in (48, num_levels(length))
+  )
+  operator = functools.partial(shift_and_sum, implementation=implementation)
+  run = jax.jit(functools.partial(exact.with_gradients, operator))
+  return run.lower((values, gates), values).compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.slow
@@ -129,6 +109,6 @@ def test_recompute_needs_memory_for_one_level():
 
 
 def test_forward_mode_names_the_implementations_that_have_it():
-  values, gates, _ = draw(2, 5, 3, 2, 3)
+  values, gates = draw(2, 5, 3, 2, 3)
   with pytest.raises(TypeError, match='^implementation: expected "unrolled" or "loop" for forward'):
     jax.jvp(lambda x: shift_and_sum(x, gates), (values,), (values,))

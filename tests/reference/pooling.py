@@ -1,63 +1,31 @@
 """The pooling paper (arXiv:2211.09761), Sec. 3, in float64."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.reference import exact
 
+def pool(inputs, boundaries, capacity, method):
+  """[B, capacity, D]: means or closing tokens of the segments, by a matrix.
 
-def segment_ids(boundaries):
-  """[B, T]: how many segments have ended before the token."""
-  return np.array([[int(sum(row[:t])) for t in range(len(row))] for row in boundaries])
-
-
-def _pool_mean(inputs, boundaries, capacity):
-  """Means by the matrix with weight 1 + (id_t - m) for token t where it belongs to segment m."""
+  Token t of segment m has the weight 1 + (id_t - m) in its mean.
+  """
   before = jnp.cumsum(boundaries, axis=1) - boundaries
-  belongs = jax.lax.stop_gradient(before)[:, None] == jnp.arange(capacity)[:, None]
-  weights = jnp.where(belongs, 1 + before[:, None] - jnp.arange(capacity)[:, None], 0)
+  segment = jnp.arange(capacity)[:, None]
+  belongs = jax.lax.stop_gradient(before)[:, None] == segment
+  if method == "last":
+    return (belongs & (boundaries[:, None] > 0)) @ inputs
+  weights = jnp.where(belongs, 1 + before[:, None] - segment, 0)
   total = weights.sum(axis=2, keepdims=True)
   return weights @ inputs / jnp.where(total == 0, 1, total)
 
 
-def pool_mean(inputs, boundaries, capacity):
-  """[B, capacity, D] means of the segments."""
-  return exact.run(partial(_pool_mean, capacity=capacity), (inputs, boundaries))
-
-
-def pool_mean_gradients(inputs, boundaries, capacity, weights):
-  """Gradients of sum(weights * pool_mean(...)) by the inputs and by the boundaries."""
-  return exact.run(partial(_pool_mean, capacity=capacity), (inputs, boundaries), weights)[1:]
-
-
-def pool_last(inputs, boundaries, capacity):
-  """[B, capacity, D]: the token that closes a segment."""
-  inputs = np.asarray(inputs, np.float64)
-  result = np.zeros((inputs.shape[0], capacity, inputs.shape[2]))
-  for b, row in enumerate(boundaries):
-    for m, t in enumerate(np.flatnonzero(row)[:capacity]):
-      result[b, m] = inputs[b, t]
-  return result
-
-
-def _upsample(segments, boundaries):
-  index = np.cumsum(boundaries, axis=1).astype(int)[..., None]
-  return jnp.take_along_axis(segments, index, axis=1, mode="fill", fill_value=jnp.nan)
-
-
 def upsample(segments, boundaries):
   """u_t = segments[sum over i <= t of b_i], nan where there is no such segment."""
-  return exact.run(partial(_upsample, boundaries=boundaries), (segments,))
-
-
-def upsample_gradient(num_segments, boundaries, weights):
-  """Gradient of sum(weights * upsample(segments, boundaries)) by the segments."""
-  segments = np.zeros((len(weights), num_segments, weights.shape[2]))
-  return exact.run(partial(_upsample, boundaries=boundaries), (segments,), weights)[1]
+  index = np.cumsum(boundaries, axis=1)[..., None]
+  return jnp.take_along_axis(segments, index, axis=1, mode="fill", fill_value=jnp.nan)
 
 
 def entropy(logits):
