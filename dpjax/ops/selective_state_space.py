@@ -146,8 +146,13 @@ class _Chunk(NamedTuple):
   starts: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(size, x, dt, a, b, c, starts, state) -> Any:
+  x, dt, a, b, c, state = pvary_like((x, dt, a, b, c, state))
+  return _run_chunks(size, x, dt, a, b, c, starts, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_chunks(size, x, dt, a, b, c, starts, state) -> Any:
   return _forward(size, x, dt, a, b, c, starts, state)[0]
 
 
@@ -199,7 +204,7 @@ def _backward(size, residuals, grads):
   return by_x, by_dt, by_a.astype(a.dtype), by_b, by_c, None, by_state.astype(state.dtype)
 
 
-_run.defvjp(_forward, _backward)
+_run_chunks.defvjp(_forward, _backward)
 
 
 def _pad(size: int, tree):

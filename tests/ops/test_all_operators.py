@@ -169,7 +169,7 @@ def test_rows_on_several_devices(name, operator, by_rows, shared):
   if "pallas" in name:
     return
   mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-  if "cached" not in name and name != "selective_state_space":
+  if "cached" not in name:
     by_floats = [s for s, x in zip(specs, arrays, strict=True) if x.dtype == np.float32]
     each = jax.shard_map(run, mesh=mesh, in_specs=(*specs,), out_specs=(ROWS, *by_floats))
     assert_close(jax.jit(each)(*arrays), expected)
