@@ -44,10 +44,12 @@ def score_alone(run, split, **size):
 
 @pytest.fixture(scope="module")
 def isolated(tmp_path_factory):
-  """A run on documents, of 12 steps, and its test scores."""
+  """A run on documents, and its test scores."""
   folder = tmp_path_factory.mktemp("isolated")
-  config = helpers.small_config(write_documents(folder / "texts.jsonl"))
-  config.data.isolate_documents = True
+  config = helpers.small_config(
+    write_documents(folder / "texts.jsonl"), num_steps=4, eval_every_steps=4
+  )
+  config.model.mixer, config.data.isolate_documents = "short_convolution", True
   return folder, config, *dpjax.train(config, folder / "run")
 
 
