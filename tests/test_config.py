@@ -114,6 +114,7 @@ REFUSED = helpers.cases(r"""
   train.weight_decay_mask=matrices | expected all with train.optimizer = adam, .* got
   # Numbers.
   model.mixer.num_heads=3 | expected a divisor of model.width = 512, got 3
+  model.mixer.num_levels=40 | expected at most 24, got 40
   model.mixer.num_levels=10 | expected at most 9, which reach over .*, got 10
   model.width=21 model.mixer=attention model.mixer.num_heads=3 model.mixer.rotary_base=1e4 | .* None
   data.split_fractions=(0.5,0.5,0.0) | expected three positive numbers
