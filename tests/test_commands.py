@@ -37,44 +37,30 @@ def test_every_command_shows_its_own_help(name, capsys):
 
 
 def test_an_experiment_has_one_configuration_by_name_and_by_file():
-  for name in ("quickstart", "quickstart:tiny", "dispatcher_ptb:tiny"):
+  for name in ("quickstart", "dispatcher_ptb:tiny"):
     by_name, (stem, _, variant) = config_lib.load(name), name.partition(":")
     assert by_name == config_lib.load(f"{ROOT}/configs/{stem}.py:{variant}")
     assert by_name == config_lib.load(f"configs/{stem}.py:{variant}")
+
+
+def test_what_is_no_experiment_is_refused(tmp_path, monkeypatch):
   with pytest.raises(dpjax.UserError, match="one of dispatcher_.*quickstart, got quickstrat"):
     config_lib.load("quickstrat")
-
-
-def test_a_file_comes_before_a_name_and_may_begin_with_an_experiment(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  Path("quickstart").write_text(
-    "from configs import quickstart\n"
-    "def get_config():\n"
-    "  config = quickstart.get_config('tiny')\n"
-    "  config.seed = 17\n"
-    "  return config\n"
-  )
-  assert config_lib.load("quickstart").seed == 17
-
-
-def test_the_letter_of_a_drive_begins_no_variant(monkeypatch):
+  (tmp_path / "config.json").write_text("{}")
+  with pytest.raises(dpjax.UserError, match="^--config: .* without a variant, got .*:tiny$"):
+    config_lib.load(f"{tmp_path}:tiny")
+  # The letter of a drive begins no variant.
   monkeypatch.setattr("os.path.splitdrive", ntpath.splitdrive)
   with pytest.raises(dpjax.UserError, match=r"got D:\\mine\.py$"):
     config_lib.load(r"D:\mine.py:tiny")
 
 
-def test_a_run_has_no_variants(tmp_path):
-  (tmp_path / "config.json").write_text("{}")
-  with pytest.raises(dpjax.UserError, match="^--config: .* without a variant, got .*:tiny$"):
-    config_lib.load(f"{tmp_path}:tiny")
-
-
-def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_path, monkeypatch):
+def test_files_of_the_user_come_first_and_hide_no_packaged_experiment(tmp_path, monkeypatch):
   expected = config_lib.load("dispatcher_ptb:tiny")
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
-  Path("dispatcher_ptb").mkdir()
-  Path("configs").mkdir()
+  for folder in ("dispatcher_ptb", "configs"):
+    Path(folder).mkdir()
   Path("configs/__init__.py").touch()
   # Theirs comes first for their files, ours for packaged ones.
   Path("configs/dispatcher_wikitext2.py").write_text("raise ValueError('theirs')\n")
@@ -82,14 +68,15 @@ def test_a_folder_of_the_name_or_a_package_of_configs_hides_no_experiment(tmp_pa
   Path("mine.py").write_text("from configs import dispatcher_wikitext2\n")
   with pytest.raises(dpjax.UserError, match="theirs"):
     config_lib.load("mine.py")
+  Path("quickstart").write_text("from configs.modern_we import get_config\n")
+  assert config_lib.load("quickstart:tiny") == config_lib.load("modern_we:tiny")
 
 
-@pytest.mark.parametrize("location", ["dpjax/configs", "configs"])
-def test_packaged_experiments_are_found_in_a_wheel_and_in_a_clone(tmp_path, location):
-  # The layouts that the two leave behind, without an installation.
+def test_packaged_experiments_are_found_in_a_wheel(tmp_path):
+  # The layout that it leaves behind, without an installation.
   ignored = shutil.ignore_patterns("__pycache__")
   shutil.copytree(ROOT / "dpjax", tmp_path / "dpjax", ignore=ignored)
-  shutil.copytree(ROOT / "configs", tmp_path / location, ignore=ignored)
+  shutil.copytree(ROOT / "configs", tmp_path / "dpjax/configs", ignore=ignored)
   (tmp_path / "elsewhere").mkdir()
   (tmp_path / "elsewhere" / "mine.py").write_text(
     "def get_config():\n  from configs import msa_ptb\n  return msa_ptb.get_config('tiny')\n"

@@ -59,26 +59,24 @@ def programs(folder):
   return {name for name in os.listdir(folder) if name.endswith("-cache")}
 
 
-def test_a_second_start_finds_what_the_first_compiled(tmp_path):
-  folder = tmp_path / "new" / "cache"
-  first, errors = start(f"--compilation_cache={folder}")
-  assert (first["hits"], errors) == (0, "")
-  assert first["max_size"] == 2**31
+def test_a_second_start_finds_what_the_first_compiled_in_the_folder_of_the_flag(tmp_path):
+  folder, others = tmp_path / "new" / "cache", [tmp_path / "jax", tmp_path / "home"]
+  # Before that of JAX and the user's own.
+  places = dict(JAX_COMPILATION_CACHE_DIR=others[0], XDG_CACHE_HOME=others[1])
+  first, errors = start(f"--compilation_cache={folder}", variant="accelerator", **places)
+  assert (first["hits"], first["folder"], errors) == (0, str(folder), "")
+  assert first["max_size"] == 2**31 and not any(path.exists() for path in others)
   kept = programs(folder)
   assert kept and folder.stat().st_mode & 0o077 == 0
   second, _ = start(f"--compilation_cache={folder}")
   assert second["hits"] == len(kept) and programs(folder) == kept
 
 
-def test_the_folder_is_that_of_the_flag_then_of_jax_then_the_users_own(tmp_path):
-  flag, jaxs, home = (tmp_path / name for name in ("flag", "jax", "home"))
-  of_user = dict(XDG_CACHE_HOME=home, variant="accelerator")
-  of_jax = of_user | dict(JAX_COMPILATION_CACHE_DIR=jaxs)
-  assert start(f"--compilation_cache={flag}", **of_jax)[0]["folder"] == str(flag)
-  assert programs(flag) and not jaxs.exists() and not home.exists()
-  said, _ = start(**of_jax)
-  assert (said["folder"], said["max_size"]) == (str(jaxs), -1)  # as the user has set it
-  assert start(**of_user)[0]["folder"] == str(home / "dpjax/compiled")
+def test_without_a_flag_the_folder_is_that_of_jax_or_the_users_own(tmp_path):
+  of_user = dict(XDG_CACHE_HOME=tmp_path, variant="accelerator")
+  assert start(**of_user)[0]["folder"] == str(tmp_path / "dpjax/compiled")
+  said, _ = start(**of_user, JAX_COMPILATION_CACHE_DIR=tmp_path / "jax")
+  assert (said["folder"], said["max_size"]) == (str(tmp_path / "jax"), -1)  # as the user has set it
 
 
 def test_an_empty_flag_means_none_and_so_does_a_cpu(tmp_path):

@@ -56,16 +56,14 @@ def test_a_failing_check_does_not_stop_the_others(monkeypatch, capsys):
   assert re.search("^attention +right$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-  ("package", "version", "about"),
-  [
-    ("jaxlib", "0.10.2", "narrow matrices"),
-    ("jax-cuda12-plugin", "0.11.0", "jax#40633"),
-    ("jax-cuda13-plugin", "0.11.1", "jax#40633"),
-  ],
-)
-def test_versions_with_defects(package, version, about, monkeypatch):
-  versions = {"jaxlib": "0.12.0", "numpy": "2.0.0", package: version}
+def test_versions_with_defects(monkeypatch):
+  narrow, cuda = "narrow matrices", "jax#40633"
+  defects = {
+    "jaxlib 0.10.2": narrow,
+    "jax-cuda12-plugin 0.11.0": cuda,
+    "jax-cuda13-plugin 0.11.1": cuda,
+  }
+  versions = dict(package.split() for package in defects)
 
   def find(name):
     if name not in versions:
@@ -73,5 +71,6 @@ def test_versions_with_defects(package, version, about, monkeypatch):
     return versions[name]
 
   monkeypatch.setattr(metadata, "version", find)
-  _, _, line = helpers.command("doctor").splitlines()
-  assert line.startswith(f"{package} {version}: ") and about in line
+  _, _, *lines = helpers.command("doctor").splitlines()
+  for line, (package, about) in zip(lines, defects.items(), strict=True):
+    assert line.startswith(f"{package}: ") and about in line

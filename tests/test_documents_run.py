@@ -14,10 +14,14 @@ pytestmark = [pytest.mark.usefixtures("standard_promotion")]
 
 
 def write_documents(path, number=120):
-  """Documents of random words, of one to eleven lines."""
+  """Documents of random words, of one to eight lines."""
   draw = np.random.default_rng(3)
-  line = lambda: " ".join(draw.choice(helpers.WORDS, size=4)) + "\n"  # noqa: E731
-  texts = ["".join(line() for _ in range(draw.integers(1, 9))) for _ in range(number)]
+
+  def write():
+    lines = draw.choice(helpers.WORDS, size=(draw.integers(1, 9), 4))
+    return "".join(" ".join(line) + "\n" for line in lines)
+
+  texts = [write() for _ in range(number)]
   if path.suffix == ".jsonl":
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
   else:
@@ -40,10 +44,12 @@ def score_alone(run, split, **size):
 
 @pytest.fixture(scope="module")
 def isolated(tmp_path_factory):
-  """A run on documents, of 12 steps, and its test scores."""
+  """A run on documents, and its test scores."""
   folder = tmp_path_factory.mktemp("isolated")
-  config = helpers.small_config(write_documents(folder / "texts.jsonl"))
-  config.data.isolate_documents = True
+  config = helpers.small_config(
+    write_documents(folder / "texts.jsonl"), num_steps=4, eval_every_steps=4
+  )
+  config.model.mixer, config.data.isolate_documents = "short_convolution", True
   return folder, config, *dpjax.train(config, folder / "run")
 
 
@@ -56,36 +62,25 @@ def test_a_model_without_documents_is_refused_before_anything_is_trained(isolate
 
 
 def test_scores_are_those_of_each_document_alone(isolated):
-  _, _, run, scores = isolated
+  folder, _, run, scores = isolated
   assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
-  # By context, too; and it is another score than that of a joined text.
+  written = json.loads((folder / f"run/scores_test_{run.step}.json").read_text())
+  assert written["isolate_documents"] and written["scores"] == scores
+  assert written["counts"]["documents"] == len(run.data.documents["test"])
+  # By context, too.
   size = dict(window=17, stride=5)
   result = run.score_split("test", **size)["nats_per_token"]
   assert result == pytest.approx(score_alone(run, "test", **size), rel=1e-5)
-  joined = run.score_split("test", isolate_documents=False)["nats_per_token"]
-  assert joined == pytest.approx(
-    run.score("".join(documents_of(run, "test")))["nats_per_token"], rel=1e-6
-  )
-  assert abs(joined - scores["nats_per_token"]) > 1e-4
 
 
-def test_scores_say_what_they_are_of(isolated):
+def test_scores_of_a_joined_text_are_others_and_have_a_file_of_their_own(isolated):
   folder, _, run, scores = isolated
-  content = json.loads((folder / f"run/scores_test_{run.step}.json").read_text())
-  assert content["isolate_documents"] and content["scores"] == scores
-  assert content["counts"]["documents"] == len(run.data.documents["test"])
-  run.score_split("test", isolate_documents=False, folder=folder / "run")
-  content = json.loads((folder / f"run/scores_test_{run.step}_joined.json").read_text())
-  assert not content["isolate_documents"]
-
-
-@pytest.mark.slow
-def test_a_run_that_pools(tmp_path):
-  path = write_documents(tmp_path / "texts.txt", 40)
-  config = helpers.pooled_config(path, "unigram", num_steps=2, eval_every_steps=2)
-  config.data.update(isolate_documents=True, separator="--")
-  run, scores = dpjax.train(config, tmp_path / "run")
-  assert scores["nats_per_token"] == pytest.approx(score_alone(run, "test"), rel=1e-5)
+  joined = run.score_split("test", isolate_documents=False, folder=folder / "run")
+  text = "".join(documents_of(run, "test"))
+  assert joined["nats_per_token"] == pytest.approx(run.score(text)["nats_per_token"], rel=1e-6)
+  assert abs(joined["nats_per_token"] - scores["nats_per_token"]) > 1e-4
+  written = json.loads((folder / f"run/scores_test_{run.step}_joined.json").read_text())
+  assert not written["isolate_documents"] and written["scores"] == joined
 
 
 @pytest.mark.slow
@@ -100,6 +95,5 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
   result = json.loads(file.read_text())["scores"]["nats_per_token"]
   # The joined texts have the same tokens.
   config.data.isolate_documents = True
-  other, _ = dpjax.train(config, tmp_path / "isolated")
-  other = dataclasses.replace(run, data=other.data)
-  assert result == pytest.approx(score_alone(other, "test"), rel=1e-5)
+  run = dataclasses.replace(run, data=dpjax.run.tokenize(config, tmp_path / "isolated"))
+  assert result == pytest.approx(score_alone(run, "test"), rel=1e-5)

@@ -19,7 +19,6 @@ TOLD = [
   (lambda: open("nowhere/x.json", "w"), "^nowhere/x.json: expected to read or write it, got: "),
   (lambda: np.zeros(2**60, np.uint8), "^Out of memory: .+ train.batch_size"),
   (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^Out of memory: .*RESOURCE_EXHAUSTED"),
-  (lambda: [0] * 2**59, "^Out of memory: .+ train.batch_size"),
 ]
 SETTINGS = (
   "train.grad_clip_norm train.learning_rate train.log_every_steps sample.length model.num_layers"
@@ -45,12 +44,9 @@ def test_what_a_user_can_correct_is_one_line(fail, message, monkeypatch):
 @pytest.mark.parametrize(
   "key, nearest",
   [
-    ("train.lr", "is train.learning_rate"),
     ("lr", "is train.learning_rate"),
     ("train.l", "are train.learning_rate, train.log_every_steps, sample.length"),
-    ("train.ls", "is train.log_every_steps"),
     ("model.layers", "is model.num_layers"),
-    ("train.learning_rat", "is train.learning_rate"),
   ],
 )
 def test_an_unknown_setting_may_be_an_abbreviation(key, nearest):
@@ -80,22 +76,21 @@ def full_disk():
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_part(finished, tmp_path, full_disk, capsys):
-  run = finished[0]
-  for name in ("plots", "evaluate"):
-    folder = tmp_path / name
-    folder.mkdir()
-    (folder / "x.svg").write_text("the one before")
-    words = {"plots": [run, f"--out={folder / 'x.svg'}"]}
-    said = helpers.command(name, *words.get(name, [f"--workdir={run}", f"--out={folder}"]))
-    assert str(said).startswith(f"{folder}/") and "expected to read or write it, got: " in said
-    assert [x.name for x in folder.iterdir()] == ["x.svg"] and "\n" not in said
-    assert (folder / "x.svg").read_text() == "the one before"
+  run, image = finished[0], tmp_path / "x.svg"
+  image.write_text("the one before")
+  for words in (
+    ("plots", run, f"--out={image}"),
+    ("evaluate", f"--workdir={run}", f"--out={tmp_path}"),
+  ):
+    said = helpers.command(*words)
+    assert str(said).startswith(f"{tmp_path}/") and "expected to read or write it, got: " in said
+    assert [x.name for x in tmp_path.iterdir()] == ["x.svg"] and "\n" not in said
+  assert image.read_text() == "the one before"
   shown = capsys.readouterr().out
   assert "Median cost of" in shown and "bits per character" in shown
-  with pytest.raises(SystemExit, match="^disk: expected room to write, got: ") as end:
+  with pytest.raises(SystemExit, match="^disk: expected room to write, got: [^\\n]*$"):
     with exit_on_user_error():
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-  assert "\n" not in end.value.code
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (None, 1)])

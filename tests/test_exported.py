@@ -7,15 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import safetensors.numpy
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
@@ -61,15 +60,17 @@ def unigram(text, tmp_path_factory):
 @pytest.mark.parametrize("variant", ["run", pytest.param("unigram", marks=pytest.mark.slow)])
 def test_an_exported_run_is_the_run_to_the_bit(variant, request, tmp_path, capsys, monkeypatch):
   run = request.getfixturevalue(variant)
+  (tmp_path / "out").mkdir()
+  before = (tmp_path / "out").stat().st_ino  # It may be somebody's current folder, or a mount.
   export.main([str(run.workdir), str(tmp_path / "out")])
-  assert "MiB" in capsys.readouterr().out
+  assert "MiB" in capsys.readouterr().out and (tmp_path / "out").stat().st_ino == before
   shutil.move(tmp_path / "out", tmp_path / "elsewhere")
   loaded = dpjax.load(tmp_path / "elsewhere")
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
+  assert config_lib.load(str(tmp_path / "elsewhere")) == config_lib.load(str(run.workdir))
   chex.assert_trees_all_equal(loaded.params, run.params)
-  assert loaded.score("the cat sat") == run.score("the cat sat")
-  if variant == "run":
-    assert loaded.generate("the ", length=5) == run.generate("the ", length=5)
+  # The tokens are found in data_dir.
+  assert loaded.score_split("test") == run.score_split("test")
   flat = load_file(tmp_path / "elsewhere/model.safetensors")
   np.testing.assert_array_equal(flat["logits.kernel"], run.params["logits"]["kernel"])
   card = (tmp_path / "elsewhere/README.md").read_text()
@@ -79,9 +80,7 @@ def test_an_exported_run_is_the_run_to_the_bit(variant, request, tmp_path, capsy
   exec(code.replace('"out"', '"elsewhere"').replace('"..."', '"the "').replace("100", "5"), {})
   modes = {path.stat().st_mode for path in (tmp_path / "elsewhere").iterdir() if path.is_file()}
   assert len(modes) == 1
-  assert not any((tmp_path / "elsewhere").rglob("*.bin"))
-  # The tokens are found in data_dir.
-  assert loaded.score_split("test") == run.score_split("test")
+  assert not [*(tmp_path / "elsewhere").rglob("*.bin"), *tmp_path.glob("*.partial")]
 
 
 def test_scores_go_into_an_exported_folder_only_on_request(run, out, tmp_path, capsys):
@@ -92,10 +91,9 @@ def test_scores_go_into_an_exported_folder_only_on_request(run, out, tmp_path, c
   assert [x.name for x in (tmp_path / "scores").iterdir()] == [f"scores_test_{run.step}.json"]
 
 
-def test_bfloat16_halves_it(run, tmp_path):
-  run.save(tmp_path / "whole")
+def test_bfloat16_halves_it(run, saved, tmp_path):
   run.save(tmp_path / "half", dtype="bfloat16")
-  sizes = [(tmp_path / x / "model.safetensors").stat().st_size for x in ("whole", "half")]
+  sizes = [(x / "model.safetensors").stat().st_size for x in (saved, tmp_path / "half")]
   assert 0.5 < sizes[1] / sizes[0] < 0.7
   loaded = dpjax.load(tmp_path / "half")
   loaded.save(tmp_path / "again")
@@ -106,50 +104,17 @@ def test_bfloat16_halves_it(run, tmp_path):
     np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_training_begins_with_it_and_leaves_it_unchanged(run, out, tmp_path):
-  before = {x: x.read_bytes() for x in out.rglob("*") if x.is_file()}
-  config = dpjax.load(run.workdir).config
-  config.train.num_steps = 1
-  config.train.eval_every_steps = 1
-  wider = config.copy_and_resolve_references()
-  wider.model.width = 24
-  for other in (config, wider):
-    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
-      dpjax.train(other, out)
-  config.train.init_from = str(out)
-  new, _ = dpjax.train(config, tmp_path / "new", optimizer=optax.set_to_zero())
-  chex.assert_trees_all_equal(new.params, run.params)
-  after = {x: x.read_bytes() for x in (out).rglob("*") if x.is_file()}
-  assert after == before
-
-
 def test_what_is_wrong(run, out, tmp_path):
+  with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
+    dpjax.train(run.config, out)
   with pytest.raises(dpjax.UserError, match="^folder: expected a new or an empty one"):
     run.save(out)
-  with pytest.raises(dpjax.UserError, match="^dtype: expected one of float32, bfloat16"):
-    run.save(tmp_path / "other", dtype="float16")
   with pytest.raises(dpjax.UserError, match="^step: expected None or .* got 77"):
     dpjax.load(out, 77)
-  without_checksums(out)
-  config = json.loads((out / "config.json").read_text())
-  config["model"]["width"] = 24
-  (out / "config.json").write_text(json.dumps(config))
-  with pytest.raises(dpjax.UserError, match=r"is \(18, 12\), in the model \(18, 24\)"):
-    dpjax.load(out)
   for words in ([tmp_path / "none", "--dtype="], [run.workdir, "--dtype=int8"]):
     with pytest.raises(SystemExit):
       export.main([str(words[0]), str(tmp_path / "new"), words[1]])
-  assert not (tmp_path / "new").exists() and not (tmp_path / "other").exists()
-
-
-def test_an_empty_folder_is_filled_with_the_settings_as_given(run, tmp_path):
-  folder = tmp_path / "out"
-  folder.mkdir()
-  before = folder.stat().st_ino  # It may be somebody's current folder, or a mount.
-  run.save(folder)
-  assert folder.stat().st_ino == before and not [*folder.glob("*.partial")]
-  assert dpjax.load(folder).step == run.step
-  assert config_lib.load(str(folder)) == config_lib.load(str(run.workdir))
+  assert not (tmp_path / "new").exists()
 
 
 ENDED = """
@@ -214,10 +179,9 @@ def test_a_model_made_in_python_is_not_in_numpy(run, tmp_path):
   card = (tmp_path / "out/README.md").read_text()
   assert "lacks the code of its class" in card and "numpy" not in card
   assert not (tmp_path / "out/numpy_model.py").exists()
-  config = dataclasses.replace(run, model=other).config.copy_and_resolve_references()
+  config = run.config.copy_and_resolve_references()
   config.model.mixer.name = "mine"
-  mine = dataclasses.replace(run, config=config)
-  assert card_lib.foreign_components(mine, True) == ["mine"]
+  assert card_lib.foreign_components(dataclasses.replace(run, config=config), True) == ["mine"]
 
 
 def without_checksums(folder):
@@ -227,55 +191,50 @@ def without_checksums(folder):
   (folder / "config.json").write_text(json.dumps(config))
 
 
+def with_infinity(content):
+  arrays = safetensors.numpy.load(content)
+  arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
+  return safetensors.numpy.save(arrays, {"step": "12"})
+
+
+# A file, what it becomes, and what is said of it.
 DAMAGED = [
-  ("config.json", b"[" * 100_000, "got: "),
-  ("data/data.json", b"[]", "expected "),
-  ("data/tokenizer.json", b"{", "expected "),
-  ("model.safetensors", b"x" * 500, "expected a complete file of safetensors"),
+  ("config.json", lambda _: b"[" * 100_000, "got: "),
+  (
+    "config.json",
+    lambda content: content.replace(b'"width": 12', b'"width": 24'),
+    r"is \(18, 12\), in the model \(18, 24\)",
+  ),
+  ("data/data.json", lambda _: b"[]", "data.json: expected "),
+  ("data/tokenizer.json", lambda _: b"{", "tokenizer.json: expected "),
+  ("model.safetensors", lambda _: b"x" * 500, "expected a complete file of safetensors"),
+  ("model.safetensors", lambda content: content.replace(b'"12"', b'"-7"'), "got step -7"),
+  ("model.safetensors", with_infinity, "expected finite .* infinity in layers.mixer.out.kernel"),
 ]
 
 
-@pytest.mark.parametrize("name, content, message", DAMAGED)
-def test_a_damaged_file_is_named(out, name, content, message):
+@pytest.mark.parametrize("name, change, message", DAMAGED)
+def test_a_damaged_file_without_checksum_is_named(out, name, change, message):
   without_checksums(out)
-  (out / name).write_bytes(content)
-  with pytest.raises(dpjax.UserError, match=rf"{Path(name).name}.*{message}"):
-    dpjax.load(out)
-  (out / name).unlink()
-  with pytest.raises(dpjax.UserError, match="workdir: |: expected "):
+  (out / name).write_bytes(change((out / name).read_bytes()))
+  with pytest.raises(dpjax.UserError, match=message):
     dpjax.load(out)
 
 
-def flip_a_bit(content, share):
-  i = int(share * len(content))
+def flip_a_bit(content):
+  i = len(content) * 2 // 5
   return content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
 
 
-CHANGES = [
-  *(partial(flip_a_bit, share=share) for share in (0.0, 0.4, 0.999)),
-  lambda content: content[: -len(content) // 3] + bytes(len(content) // 3),
-  lambda content: content[:-1],
-  lambda content: content.replace(b"relu", b"gelu").replace(b"cat", b"act") + b"\n",
-  lambda content: None,
-]
-READ = ("config.json", "model.safetensors", "data/data.json", "data/tokenizer.json")
-
-
-@pytest.mark.parametrize("name", READ)
-def test_a_changed_file_is_never_read_as_if_nothing_were(run, name, out):
+@pytest.mark.parametrize(
+  "name", ["config.json", "model.safetensors", "data/data.json", "data/tokenizer.json"]
+)
+def test_a_changed_file_is_never_read_as_if_nothing_were(name, out):
   before = (out / name).read_bytes()
-  for change in CHANGES:
-    if (after := change(before)) is None:
-      (out / name).unlink()
-    else:
+  for after in (flip_a_bit(before), before[: len(before) // 2], before.replace(b"a", b"e"), None):
+    (out / name).unlink()
+    if after is not None:
       (out / name).write_bytes(after)
-    try:
-      same = after is not None and json.loads(after) == json.loads(before)
-    except ValueError:
-      same = False
-    if name == "config.json" and same:  # Only white space differs.
-      assert dpjax.load(out).config == run.config
-      continue
     with pytest.raises(dpjax.UserError, match=f"{name}|workdir: "):
       dpjax.load(out)
     if name.startswith("data"):
@@ -303,33 +262,13 @@ def test_scores_that_are_not_finite_end_with_status_1(
 
 def test_a_file_that_holds_no_scores_is_none_of_the_cards(run, tmp_path):
   shutil.copytree(run.workdir, tmp_path / "run", symlinks=True)
-  other = dataclasses.replace(run, workdir=tmp_path / "run")
-  scores = [
-    {"scores": {"a": 1.5}},
-    {"split": "test", "scores": [3]},
-    [],
-    {"split": 3, "scores": {}},
-  ]
-  scores += [{"split": "test", "scores": {"b": 2.5, "c": "x", "d": None, "e": float("nan")}}]
+  scores = [{"split": 3, "scores": {"a": 1.5}}, {"split": "test", "scores": [3]}, []]
+  scores += [{"split": "test", "scores": {"b": 2.5, "c": "x", "d": float("nan")}}]
   for i, content in enumerate(scores):
     (tmp_path / f"run/scores_{i}_{run.step}.json").write_text(json.dumps(content))
-  other.save(tmp_path / "out")
+  dataclasses.replace(run, workdir=tmp_path / "run").save(tmp_path / "out")
   card = (tmp_path / "out/README.md").read_text()
-  assert "| test | b | 2.5 |" in card and "| a |" not in card and "| c |" not in card
-
-
-def test_numbers_that_are_not_finite_and_a_step_below_0_are_named(run, out):
-  without_checksums(out)
-  path = out / "model.safetensors"
-  arrays = load_file(path)
-  save_file(arrays, path, {"step": "-7"})
-  with pytest.raises(dpjax.UserError, match="a complete file of safetensors, got step -7"):
-    dpjax.load(out)
-  arrays["layers.mixer.out.kernel"][1, 2, 3] = np.inf
-  save_file(arrays, path, {"step": str(run.step)})
-  message = "expected finite .* infinity in layers.mixer.out.kernel"
-  with pytest.raises(dpjax.UserError, match=message):
-    dpjax.load(out)
+  assert "| test | b | 2.5 |" in card and not any(f"| {x} |" in card for x in "acd")
 
 
 @pytest.mark.slow
@@ -381,33 +320,28 @@ def described(settings, boundaries=None, middle=None, **mixer) -> dict:
 
 
 IDS = dict(space_ids=(2, 7, 9))
+ROUTING = dict(name="routing")
+IN_TURN = ("short_convolution", "relative_attention", "local_attention")
 MODELS = {
-  "dispatcher": described(PAPER, name="dispatcher", num_heads=3),
-  "multihead": described(OTHER, name="dispatcher_multihead", num_heads=2),
   "attention": described(TODAY, name="attention", num_heads=3, rotary_base=100.0),
-  "relative": described(PAPER, name="relative_attention", num_heads=2),
-  "we": described(OTHER, name="we"),
-  "she": described(PAPER | dict(use_bias=False), name="she", output_projection=False),
-  "he": described(TODAY, name="he", adjustment=False),
-  "me": described(PAPER, name="me"),
-  "local": described(TODAY, name="local_attention", num_heads=3, window=5, rotary_base=100.0),
-  "mamba2": described(TODAY, name="mamba2", state_width=5, head_width=4),
-  "in turn": described(PAPER, name=("short_convolution", "relative_attention"), num_heads=2),
-  "fixed": described(PAPER, dict(name="fixed", shortening_factor=3), name="me"),
-  "sampled": described(PAPER, dict(name="fixed", offset=0, pooling="last"), name="we"),
+  "in turn": described(PAPER, name=IN_TURN, num_heads=3, window=5),
+  "extractors": described(
+    OTHER, name=("we", "she", "me"), output_projection=False, adjustment=False
+  ),
+  "fixed": described(
+    PAPER, dict(name="fixed", shortening_factor=3), name="dispatcher_multihead", num_heads=2
+  ),
+  "sampled": described(TODAY, dict(name="fixed", offset=0, pooling="last"), name="he"),
   "whitespace": described(OTHER, dict(name="whitespace", **IDS), name="relative_attention"),
   "spacebyte": described(TODAY, dict(name="spacebyte", **IDS, end_ids=(2, 5)), name="dispatcher"),
   "unigram": described(PAPER, dict(name="unigram"), name="me"),
-  "routing": described(TODAY, dict(name="routing"), name="dispatcher"),
+  "routing": described(TODAY, ROUTING, name="dispatcher", num_heads=3),
   "stages": described(
-    OTHER,
-    dict(name="routing"),
-    config_lib.middle(config_lib.boundaries("fixed"), width=4),
-    name="relative_attention",
+    OTHER, ROUTING, config_lib.middle(config_lib.boundaries("fixed"), width=4), name="we"
   ),
   "padded": described(
     TODAY | dict(stack_norms=True, middle_resize="padding", residual_dtype="float32"),
-    dict(name="routing"),
+    ROUTING,
     config_lib.middle(config_lib.boundaries("fixed"), width=8, feed_forward_width=9),
     **dict(name=("attention", "mamba2"), num_heads=1, rotary_base=100.0, rotary_features=4),
     **dict(state_width=5, head_width=4, has_feed_forward=False),
@@ -416,15 +350,10 @@ MODELS = {
     PAPER, dict(name="entropy_threshold", run="a", rule="combined", theta=1.8), name="me"
   ),
 }
+BY_DEFAULT = ("in turn", "whitespace", "routing")
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    helpers.slow_unless(x in ("dispatcher", "attention", "we", "whitespace", "routing"), x)
-    for x in MODELS
-  ],
-)
+@pytest.mark.parametrize("name", [helpers.slow_unless(x in BY_DEFAULT, x) for x in MODELS])
 def test_the_numpy_model_gives_the_logits(name, tmp_path):
   model, frozen = MODELS[name], None
   if model["boundaries"]["name"] == "entropy_threshold":
@@ -451,8 +380,8 @@ def test_the_numpy_model_runs_alone(run, tmp_path):
     run.save(tmp_path / dtype, dtype=dtype)
     logits = numpy_model.load(tmp_path / dtype)([1, 2])
     loaded = dpjax.load(tmp_path / dtype)
-    expected = loaded.model.apply({"params": loaded.params}, np.array([[1, 2]])).logits[0]
-    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    expected = jax.jit(loaded.model.apply)({"params": loaded.params}, np.array([[1, 2]])).logits
+    np.testing.assert_allclose(logits, expected[0], atol=1e-4)
   # With NumPy, and without anything else that is installed.
   code = "import numpy, runpy, sys; sys.path = [x for x in sys.path if 'site-packages' not in x]"
   code += "; sys.argv = ['numpy_model.py', '.', '1', '2']"

@@ -42,11 +42,10 @@ def test_a_model_takes_the_place_of_the_named_one(whole, tmp_path):
   loaded = load(run.workdir)
   assert loaded.score_split("test") == pytest.approx(scores)
   text = loaded.generate("the cat", length=23, temperature=0)[0]  # beyond the window
+  logits = loaded.model.apply({"params": loaded.params}, np.arange(18), deterministic=True).logits
   tokens = [*loaded.tokenizer.encode("the cat")]
-  variables = {"params": loaded.params}
   for _ in range(23):
-    output = loaded.model.apply(variables, np.array([tokens[-1:]]), deterministic=True)
-    tokens.append(int(output.logits[0, -1].argmax()))
+    tokens.append(int(logits.argmax(1)[tokens[-1]]))
   assert text == loaded.tokenizer.decode(tokens[7:])
   with pytest.raises(dpjax.UserError, match="Embed_0|embedding"):
     dpjax.load(run.workdir)
@@ -101,28 +100,25 @@ def test_a_callback_ends_the_training_between_evaluations(whole, tmp_path, end, 
 
 
 def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
+  whole[1].save(tmp_path / "exported")
   config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
-  config.train.init_from = str(whole[1].workdir)
+  config.train.init_from = str(tmp_path / "exported")
   # It begins with the best parameters of a run of the same model.
   frozen, _ = train(config, tmp_path / "a", optimizer=optax.set_to_zero())
-  chex.assert_trees_all_equal(frozen.params, load(whole[1].workdir).params)
-  train(config, tmp_path / "c", optimizer=optax.sgd(0.5))
-  moved = load(tmp_path / "c")  # Needs no optimizer.
-  kernels = (x.params["Dense_0"]["kernel"] for x in (moved, frozen))
-  assert not np.allclose(*kernels)
-  # It gets the loss, or is refused before anything is made.
-  values, momo = [], optax.contrib.momo()
+  chex.assert_trees_all_equal(frozen.params, whole[1].params)
+  # It may ask for the loss.
+  values, sgd = [], optax.sgd(0.5)
 
   def update(updates, state, params=None, *, value):
     jax.debug.callback(lambda x: values.append(float(x)), value)
-    return momo.update(updates, state, params, value=value)
+    return sgd.update(updates, state, params)
 
-  train(config, tmp_path / "d", optimizer=optax.GradientTransformation(momo.init, update))
-  losses = np.fromfile(tmp_path / "d" / "losses.f32", "<f4")
+  train(config, tmp_path / "b", optimizer=optax.GradientTransformation(sgd.init, update))
+  losses = np.fromfile(tmp_path / "b" / "losses.f32", "<f4")
   np.testing.assert_allclose(np.reshape(values, (2, -1)).mean(1), losses, rtol=1e-6)
-  with pytest.raises(dpjax.UserError, match="^optimizer: expected one .* 'value_fn'"):
-    train(config, tmp_path / "b", optimizer=optax.lbfgs())
-  assert not (tmp_path / "b" / "config.json").exists()
+  moved = load(tmp_path / "b")  # Needs no optimizer.
+  kernels = (x.params["Dense_0"]["kernel"] for x in (moved, frozen))
+  assert not np.allclose(*kernels)
 
 
 def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
@@ -161,12 +157,9 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   new.write_text(text.read_text().replace("cat", "zoo").replace("rat", "dog"))
   settings = dict(init_from=str(whole[1].workdir), num_steps=2, eval_every_steps=2)
   config = helpers.small_config(new, **settings)
-  expected, _ = train(config, tmp_path / "whole")
-  reference = whole[1].tokenizer
-  assert expected.tokenizer.to_json() == reference.to_json()
+  run, _ = train(config, tmp_path / "run")
+  assert run.tokenizer.to_json() == whole[1].tokenizer.to_json()
   texts = load_corpus(path=new).splits
-  for split, ids in expected.data.splits.items():
-    assert ids.tolist() == reference.encode("".join(texts[split])).tolist()
   unknown = set("zdg") - set(text.read_text())
   counts = [sum(part.count(x) for part in texts[split] for x in unknown) for split in texts]
   shown = "tokens for what the vocabulary does not know: {:,} in train, {:,} in valid, {:,} in test"
@@ -179,9 +172,9 @@ def test_the_settings_of_a_run_are_a_configuration(finished, tmp_path):
   assert config.data.path == run.config.data.path and config.model.vocab_size == 0
   config.model.vocab_size = run.config.model.vocab_size
   assert config.to_json() == run.config.to_json()
-  for content in ("{", "[]", '{"model": 3}', '{"train": {"batch_size": "8"}}', "[" * 10**5):
+  for content in ("{", "[]", '{"plugins": 5}', '{"train": {"batch_size": "8"}}', "[" * 10**5):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(dpjax.UserError, match="^(workdir|model|train.batch_size): ") as error:
+    with pytest.raises(dpjax.UserError, match="^(workdir|plugins|train.batch_size): ") as error:
       dpjax.config.load(str(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -189,9 +182,8 @@ def test_the_settings_of_a_run_are_a_configuration(finished, tmp_path):
 def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, text, tmp_path):
   other = tmp_path / "text.txt"
   other.write_text(text.read_text().replace("cat", "zoo"))
-  config = helpers.small_config(other)
-  dpjax.run.tokenize(config, tmp_path / "vocabulary")
-  config.train.init_from = str(finished[0])
+  config = helpers.small_config(other, init_from=str(finished[0]))
+  dpjax.run.tokenize(helpers.small_config(other), tmp_path / "vocabulary")
   config.data.tokenizer.file = str(tmp_path / "vocabulary")
   message = f"train.init_from: .* the vocabulary of this one.*; data.tokenizer.file = {finished[0]}"
   with pytest.raises(ValueError, match=message):
@@ -199,7 +191,7 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   config.data.tokenizer = "bytes"
   with pytest.raises(ValueError, match="^data.tokenizer: expected characters, as in .* got bytes"):
     dpjax.train(config, tmp_path / "run")
-  config = helpers.small_config(other, init_from=str(tmp_path / "none"))
+  config.train.init_from = str(tmp_path / "none")
   with pytest.raises(ValueError, match="^train.init_from: expected the folder of a run"):
     dpjax.train(config, tmp_path / "other")
   # Before the data is prepared.

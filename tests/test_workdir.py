@@ -1,6 +1,5 @@
 """One process at a time trains in a run's folder."""
 
-import errno
 import os
 import socket
 import subprocess
@@ -43,18 +42,11 @@ def owner(tmp_path):
 
 @helpers.needs_locks
 def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(owner, tmp_path):
-  message = (
-    f"workdir: expected a folder that is free, got {tmp_path}, locked by "
-    f"process {owner.pid} on {socket.gethostname()}"
-  )
-  with pytest.raises(UserError) as error:
-    with workdir_lib.lock(tmp_path):
-      pass
-  assert str(error.value) == message
-  # The refusal has not written its own name over the owner's.
-  with pytest.raises(UserError, match=f"process {owner.pid} on"):
-    with workdir_lib.lock(tmp_path):
-      pass
+  message = f"got {tmp_path}, locked by process {owner.pid} on {socket.gethostname()}"
+  for _ in range(2):  # The refusal has not written its own name over the owner's.
+    with pytest.raises(UserError, match=f"^workdir: expected a folder that is free, {message}$"):
+      with workdir_lib.lock(tmp_path):
+        pass
   owner.kill()
   owner.wait()
   for _ in range(2):  # and with the block
@@ -91,16 +83,6 @@ def test_without_what_unix_alone_has_all_modules_load_and_a_run_takes_its_folder
   assert "process " in (tmp_path / "lock").read_text()
 
 
-def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
-  def refuse(*_, **__):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-  monkeypatch.setattr(files, "lock_descriptor", refuse)
-  with workdir_lib.lock(tmp_path / "run"):
-    assert (tmp_path / "run").is_dir()
-  assert "has no locks (No locks available)" in caplog.text
-
-
 def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
   config = config_lib.default()
   workdir_lib.write_config(tmp_path, config)
@@ -114,7 +96,7 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
     workdir_lib.resumes(tmp_path, config)
 
 
-@pytest.mark.parametrize("name", ["lock", "metrics.tmp", "checkpoints", "data/tokenizer.json"])
+@pytest.mark.parametrize("name", ["metrics.tmp", "checkpoints", "data/tokenizer.json"])
 def test_no_link_is_followed_out_of_the_folder(tmp_path, name):
   victim, link = tmp_path / "victim", tmp_path / "run" / name
   link.parent.mkdir(parents=True)
