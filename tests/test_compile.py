@@ -95,10 +95,10 @@ def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, mo
   two = devices.Device("cpu", 2**30), jax.devices()[:2]
   monkeypatch.setattr(devices, "find", lambda topology: topology == "h100:2" and two)
   words = [f"--config={folder}", f"--out={tmp_path / 'found.json'}", "--topology=h100:2"]
-  words += ["--largest_batch", "--config.train.batch_size=3", "--config.train.grad_accum_steps=2"]
+  words += ["--largest_batch", "--config.train.batch_size=5", "--config.train.grad_accum_steps=2"]
   assert helpers.command("compile", *words) is None
   shown, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-  assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 4, as 3 do not divide" in shown
+  assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 8, as 5 do not divide" in shown
   assert found["parameters"] == sum(x.size for x in jax.tree.leaves(run.params))
   assert re.search(rf"^parameters +{found['parameters']:,}$", shown, re.MULTILINE)
   assert found["largest_batch"] == 96 and "largest train.batch_size that fits: 96" in shown
