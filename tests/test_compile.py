@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from dpjax import config as config_lib
@@ -19,29 +18,23 @@ from dpjax.analysis import compile as compile_lib
 from dpjax.analysis import devices
 from dpjax.config import registry
 from dpjax.errors import UserError
-from dpjax.models import build
-from dpjax.training import losses, sharding, step
-from tests import helpers, test_snippets
+from tests import helpers
 
-SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=3, max_length=48)
-
-
-@pytest.fixture(autouse=True)
-def optax_mixes_dtypes():
-  with jax.numpy_dtype_promotion("standard"):
-    yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=2, max_length=48)
 
 
 def small(boundaries="none", mixer="attention", **model):
   config = config_lib.default()
+  if boundaries != "none":
+    model |= dict(first=dict(num_layers=1), last=dict(num_layers=1))
   config.model = helpers.model_settings(mixer, boundaries, **{**SIZES, **model})
   config.train.batch_size, config.eval.batch_size = 8, 6
   return config
 
 
-def test_counts_what_a_step_takes():
-  config = small()
-  found = compile_lib.compile_steps(config, "cpu")
+def test_counts_what_a_step_takes_and_tells_whether_it_fits():
+  found = compile_lib.compile_steps(small(), "cpu")
   assert found["devices"] == 1 and [*found["steps"]] == ["train", "evaluate", "generate"]
   train, evaluate, generate = found["steps"].values()
   assert all(x["fits"] and not x["collectives"] for x in (train, evaluate, generate))
@@ -51,9 +44,17 @@ def test_counts_what_a_step_takes():
   # Six rows of 48 tokens through four linear layers of attention, two more, and the logits; a
   # head's scores and sums of values are of all pairs.
   tokens, (d, f, v) = 6 * 48, (24, 56, 41)
-  products = 2 * tokens * (3 * (4 * d * d + 2 * d * f + 2 * 48 * d) + d * v)
+  products = 2 * tokens * (2 * (4 * d * d + 2 * d * f + 2 * 48 * d) + d * v)
   assert evaluate["operations"] == products
   assert generate["operations"] < evaluate["operations"] / 40
+  assert "1 x " in compile_lib.table(found) and ": fits, " in compile_lib.table(found)
+  evaluate |= {"fits": False, "needed_gib": found["memory_gib"] + 2.5}
+  assert "does not fit, by 2.50 GiB" in compile_lib.table(found)
+  message = "RESOURCE_EXHAUSTED: too big"
+  train = {"operations": 0, "needed_gib": 15.8, "fits": False, "refused": message}
+  shown = compile_lib.table({**found, "memory_gib": 16.0, "steps": {"train": train}})
+  assert "15.80 GiB" in shown and f"refused it ({message})" in shown
+  assert "does not fit" in shown  # The compiler keeps some memory for itself.
 
 
 def test_operations_of_loops_and_branches():
@@ -67,40 +68,45 @@ def test_operations_of_loops_and_branches():
 
 
 def test_parameters_are_told_by_part():
-  config = small("fixed", first=dict(num_layers=1), last=dict(num_layers=1))
+  config = small("fixed")
   found = compile_lib.compile_steps(config, "cpu", steps=())
   parts, (d, f, v) = found["parts"], (24, 56, 41)
   assert sum(parts.values()) == found["parameters"]
-  assert parts["first.mixer"] * 3 == parts["middle.mixer"]
+  assert parts["first.mixer"] * 2 == parts["middle.mixer"]
   assert parts["last.feed_forward"] == 2 * d * f + d + f and parts["first.norms"] == 4 * d
   assert parts["logits"] == d * v + v and parts["embedding"] == v * d
 
 
-def test_a_batch_that_does_not_divide_is_rounded_up():
-  config = small("fixed")
-  config.train.batch_size, config.train.grad_accum_steps = 5, 2
-  found = compile_lib.compile_steps(config, "here", steps=())
-  assert (found["devices"], found["batch_size"]) == (8, 16)
-  assert config.train.batch_size == 5
+@pytest.fixture
+def quick(monkeypatch):
+  """Compiles nothing: fewer than 99 rows fit."""
+
+  def measure(program, *_):
+    rows = jax.tree.leaves(program[1][1])[0].shape[0]
+    return {"operations": 0, "needed_gib": 0.5, "fits": rows < 99, "refused": "by a test"}
+
+  monkeypatch.setattr(compile_lib, "_measure", measure)
 
 
-def test_the_command_takes_the_vocabulary_of_a_run(finished, capsys):
-  """Of its folder, unless it is of another text; and the plan of a training."""
+def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, monkeypatch, capsys):
+  """Of its folder, unless it is of another text."""
   folder, run, _ = finished
-  words = [f"--config={folder}", "--steps=evaluate", "--config.train.batch_size=3"]
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(devices, "prepare", lambda: None)
-    patch.setattr(devices, "find", lambda _: (devices.Device("cpu", 2**30), jax.devices()[:2]))
-    assert helpers.command("compile", *words) is None
-    shown = capsys.readouterr().out
-    assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 4, as 3 do not divide" in shown
-    said = helpers.command("compile", *words, "--config.data.isolate_documents")
+  monkeypatch.setattr(devices, "prepare", lambda: None)
+  two = devices.Device("cpu", 2**30), jax.devices()[:2]
+  monkeypatch.setattr(devices, "find", lambda topology: topology == "h100:2" and two)
+  words = [f"--config={folder}", f"--out={tmp_path / 'found.json'}", "--topology=h100:2"]
+  words += ["--largest_batch", "--config.train.batch_size=5", "--config.train.grad_accum_steps=2"]
+  assert helpers.command("compile", *words) is None
+  shown, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+  assert "2 x 1.00 GiB: fits" in shown and "train.batch_size: 8, as 5 do not divide" in shown
+  assert found["parameters"] == sum(x.size for x in jax.tree.leaves(run.params))
+  assert re.search(rf"^parameters +{found['parameters']:,}$", shown, re.MULTILINE)
+  assert found["largest_batch"] == 96 and "largest train.batch_size that fits: 96" in shown
+  said = helpers.command("compile", *words, "--config.data.isolate_documents")
   assert "--config.model.vocab_size=COUNT, or --config=RUN" in said
-  size = sum(x.size for x in jax.tree.leaves(run.params))
-  assert re.search(rf"^parameters +{size:,}$", shown, re.MULTILINE)
 
 
-def test_a_dry_run_tells_what_training_takes_and_trains_nothing(finished, tmp_path, capsys):
+def test_a_dry_run_tells_what_training_takes_and_trains_nothing(quick, finished, tmp_path, capsys):
   folder, run, _ = finished
   words = [f"--config={folder}", f"--workdir={tmp_path / 'plan'}", "--dry_run"]
   assert helpers.command("train", *words, "--config.train.batch_size=16") is None
@@ -114,63 +120,19 @@ def test_a_dry_run_tells_what_training_takes_and_trains_nothing(finished, tmp_pa
   assert said.startswith("train.batch_size: expected a multiple of 8 ")
 
 
-def test_the_table_tells_what_fits_and_what_does_not():
-  found = compile_lib.compile_steps(small("fixed"), "cpu", steps=["evaluate"])
-  assert "1 x " in compile_lib.table(found) and ": fits, " in compile_lib.table(found)
-  found["steps"]["evaluate"] |= {"fits": False, "needed_gib": found["memory_gib"] + 2.5}
-  assert "does not fit, by 2.50 GiB" in compile_lib.table(found)
-  refused = {
-    "operations": 0,
-    "needed_gib": 15.8,
-    "fits": False,
-    "refused": "RESOURCE_EXHAUSTED: too big",
-  }
-  shown = compile_lib.table({**found, "memory_gib": 16.0, "steps": {"train": refused}})
-  assert "15.80 GiB" in shown and "refused it (RESOURCE_EXHAUSTED: too big)" in shown
-  assert "does not fit" in shown  # The compiler keeps some memory for itself.
-
-
-def test_the_largest_batch_is_found_by_compiling(monkeypatch):
-  tried = []
-
-  def measure(program, memory):
-    tried.append(program[1][1]["tokens"].shape[0])
-    return {"fits": tried[-1] <= 37}
-
-  monkeypatch.setattr(compile_lib, "_measure", measure)
-  assert compile_lib.largest_batch(small(), "cpu") in (35, 36, 37)
-  assert len(tried) < 14
+def test_no_batch_may_fit(monkeypatch):
   monkeypatch.setattr(compile_lib, "_measure", lambda *_: {"fits": False})
   assert compile_lib.largest_batch(small(), "cpu") == 0
 
 
-def test_every_command_of_the_documentation_is_taken(monkeypatch, capsys):
-  """As far as the compiler, here on eight chips."""
-
-  def measure(program, *_):
-    rows = jax.tree.leaves(program[1][1])[0].shape[0]
-    return {"operations": 0, "needed_gib": 3.0, "fits": rows < 99, "refused": "by a test"}
-
-  monkeypatch.setattr(compile_lib, "_measure", measure)
-  monkeypatch.setattr(devices, "prepare", lambda: None)
-  tpu = devices.DEVICES["v5e"], jax.devices()
-  monkeypatch.setattr(devices, "find", lambda topology: topology and tpu)
-  blocks = test_snippets.blocks(helpers.ROOT / "docs/accelerators.md")
-  words = [words for *_, code, _ in blocks for words in test_snippets.commands(code)]
-  compiled = [rest for program, name, *rest in words if (program, name) == ("dpjax", "compile")]
-  assert [helpers.command("compile", *rest) for rest in compiled] == [None] * 3
-  shown = capsys.readouterr().out
-  assert "train.batch_size: 8, as 5 do not divide" in shown
-  assert "largest train.batch_size that fits: 9" in shown
-
-
 def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():
   config = small("whitespace")
+  config.model.boundaries.space_ids = (0,)
   few, all_of_them = (
-    compile_lib.compile_steps(config, "cpu", steps=["evaluate"], segments=segments)
+    compile_lib._Programs(config, jax.devices()[:1], segments).evaluate()[2]["capacity"]
     for segments in (5, 0)
   )
-  assert few["steps"]["evaluate"]["operations"] < all_of_them["steps"]["evaluate"]["operations"]
+  assert few < all_of_them == 49
 
 
 @pytest.mark.parametrize(
@@ -178,7 +140,6 @@ def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():
   [
     ({}, "v99", "--topology: expected one of v4, .*h200, cpu, as v5e:2x2 or h100:8, got v99"),
     ({}, "h100", r"--topology: expected the compiler .*pip install 'dpjax\[gpu-compile\]'"),
-    ({}, "v5e:2x2", r"--topology: expected the compiler .*pip install 'dpjax\[tpu-compile\]'"),
     ({"vocab_size": 0}, "cpu", "model.vocab_size: expected the size of the vocabulary, .* got 0"),
   ],
 )
@@ -202,13 +163,6 @@ def test_a_vocabulary_is_known_where_the_tokenizer_tells():
     assert compile_lib._with_vocabulary(config).model.vocab_size == size
 
 
-def collectives(text, kind):
-  """The bytes of each collective's result, in a compiled program's text."""
-  shapes = re.findall(rf" = (.*) {kind}\(", text)
-  sizes = [re.findall(r"[fsu]32\[([\d,]*)\]", shape) for shape in shapes]
-  return [4 * sum(math.prod(map(int, x.split(","))) if x else 1 for x in size) for size in sizes]
-
-
 def compiled_training(parameters, **model):
   """A compiled update on all devices, of one layer, so that only the operators have loops."""
   config = small(vocab_size=40, num_layers=1, **model)
@@ -220,29 +174,23 @@ def compiled_training(parameters, **model):
 
 def test_sharded_parameters_are_gathered_and_activations_stay():
   text, parts = compiled_training("fsdp", activation="swiglu")
-  parameters = 4 * sum(parts.values())
   assert {*compile_lib._COLLECTIVE.findall(text)} == {"all-gather", "all-reduce"}
+
+  def numbers(kind):
+    shapes = re.findall(r"[fsu]32\[([\d,]*)\]", " ".join(re.findall(rf" = (.*) {kind}\(", text)))
+    return sum(math.prod(map(int, shape.split(","))) if shape else 1 for shape in shapes)
+
   # Once forward and once backward; the gradients once, with the sums of the metrics.
-  assert 0 < sum(collectives(text, "all-gather")) <= 2 * parameters
-  assert parameters / 2 < sum(collectives(text, "all-reduce")) <= parameters + 1000
+  parameters = sum(parts.values())
+  assert 0 < numbers("all-gather") <= 2 * parameters
+  assert parameters / 2 < numbers("all-reduce") <= parameters + 250
 
 
+@pytest.mark.slow
 def test_relative_positions_are_gathered_before_the_tiles():
   text, _ = compiled_training("replicated", mixer="relative_attention", max_length=264)
   # Its loop over six tiles would gather what a program gathers before it.
   assert compile_lib._COLLECTIVE.findall(text).count("all-gather") <= 1
-
-
-def train_step(config, mesh):
-  model, update = build.build_model(config.model), optax.adam(0.1)
-  state = step.abstract_state(model, update, 0, mesh)
-  objective = losses.Objective(build.build_boundaries(config.model))
-  places = jax.tree.map(lambda leaf: leaf.sharding, state)
-  run = step.jit_train_step(model, update, places, mesh, objective=objective)
-  shape = 2, config.model.max_length
-  batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
-  batch |= {"weights": jax.ShapeDtypeStruct(shape, "float32")}
-  return run.trace(state, batch | {"boundaries": batch["tokens"]})
 
 
 BOUNDARIES = [x for x in registry.boundaries.names() if x not in ("none", "entropy_threshold")]
@@ -250,27 +198,26 @@ MODELS = [(x, "none") for x in registry.mixers.names()] + [("attention", x) for 
 QUICK = [("dispatcher", "none"), ("attention", "gumbel")]
 
 
-@pytest.mark.parametrize(
-  "mixer, boundaries",
-  [pytest.param(*x, marks=[] if x in QUICK else pytest.mark.slow) for x in MODELS],
-)
+@pytest.mark.parametrize("mixer, boundaries", [helpers.slow_unless(x in QUICK, *x) for x in MODELS])
 def test_every_model_trains_on_every_platform(mixer, boundaries):
-  config = small(boundaries, mixer)
-  if boundaries == "whitespace":
-    config.model.boundaries.space_ids = (0,)
+  config = small(boundaries, mixer, num_layers=1)
   if mixer == "mamba2":
     config.model.mixer.head_width = 8
   if "dispatcher" in mixer:  # A kernel is lowered for a kind of GPU, which a CPU does not tell.
     config.model.mixer.implementation = "recompute"
-  traced = train_step(config, sharding.make_mesh(jax.devices()[:1]))
+  programs = compile_lib._Programs(compile_lib._with_vocabulary(config), jax.devices()[:1], 0)
+  step, arguments, options = programs.train()
+  traced = step.trace(*arguments, **options)
   texts = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "cuda", "tpu")}
   assert texts["cpu"] not in (texts["cuda"], texts["tpu"])  # Its loss is another.
   assert not any("callback" in text for text in texts.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart:tiny", "extractors_childrens_books:tiny"])
-@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:2"])
+@pytest.mark.parametrize(
+  "name, topology",
+  [("quickstart:tiny", "v5e:2x2"), ("extractors_childrens_books:tiny", "h100:2")],
+)
 def test_compiles_for_an_accelerator(name, topology, tmp_path):
   compiler = "libtpu" if topology.startswith("v") else "jax_cuda13_plugin"
   if importlib.util.find_spec(compiler) is None:

@@ -25,46 +25,42 @@ WEIGHTS = dict(dropout="dropout")
 # Of every mixer what `check_mixer` must know.
 MIXERS = {
   "dispatcher": (partial(Dispatcher, HEADS), LEVELS),
-  "dispatcher of three levels": (partial(Dispatcher, HEADS, num_levels=3), LEVELS | {"reach": 8}),
-  "multihead": (partial(MultiHeadDispatcher, HEADS), LEVELS),
-  "multihead of one level": (partial(MultiHeadDispatcher, HEADS, num_levels=1), {"reach": 2}),
+  "dispatcher_multihead": (partial(MultiHeadDispatcher, HEADS), LEVELS),
   "attention": (partial(SelfAttention, HEADS), WEIGHTS),
-  "attention without biases": (partial(SelfAttention, HEADS, use_bias=False), WEIGHTS),
-  # A base so small that no pair of features is nearly still.
-  "rotary attention": (partial(SelfAttention, 3, rotary_base=5.0), WEIGHTS | {"width": 12}),
-  "relative attention": (partial(RelativeAttention, HEADS), WEIGHTS),
-  "local attention": (partial(LocalAttention, HEADS, window=4), WEIGHTS | {"reach": 4}),
-  "rotary local attention": (
-    partial(LocalAttention, 3, rotary_base=5.0, window=4),
-    WEIGHTS | {"width": 12, "reach": 4},
-  ),
-  "short convolution": (layers.ShortConvolution, {"reach": 3}),
+  "relative_attention": (partial(RelativeAttention, HEADS), WEIGHTS),
+  "local_attention": (partial(LocalAttention, HEADS, window=4), WEIGHTS | {"reach": 4}),
+  "short_convolution": (layers.ShortConvolution, {"reach": 3}),
   # A width at which no sum of gradients cancels to little more than its rounding.
   "mamba2": (partial(layers.Mamba2, state_width=5, head_width=4), {"width": 12}),
-  "she": (layers.SHE, {}),
-  "he": (layers.HE, {}),
-  "we": (layers.WE, {}),
-  "me": (layers.ME, {}),
-  "he's extraction": (partial(layers.HE, adjustment=False, output_projection=False), {}),
+  **{name: (getattr(layers, name.upper()), {}) for name in ("she", "he", "we", "me")},
+}
+# A base so small that no pair of features is nearly still.
+ROTARY = dict(num_heads=3, rotary_base=5.0)
+VARIANTS = {
+  "dispatcher of three levels": (partial(Dispatcher, HEADS, num_levels=3), {"reach": 8}),
+  "attention without biases": (partial(SelfAttention, HEADS, use_bias=False), {}),
+  "rotary attention": (partial(SelfAttention, **ROTARY), {"width": 12}),
+  "rotary local attention": (partial(LocalAttention, **ROTARY, window=4), {"width": 12}),
+  "extraction of he": (partial(layers.HE, adjustment=False, output_projection=False), {}),
 }
 # By default each is asked what sets it apart; the others share the code of these. An output of
 # chunks that is that of the whole depends on no later input.
-ALL = ("dispatcher", "relative attention")
+ALL = ("dispatcher", "relative_attention")
 APART = {
   "dispatcher of three levels": ("causality", "chunks"),
-  "multihead": ("causality", "dropout", "gradients"),
-  "attention": ("chunks", "documents", "dropout", "gradients", "tokens"),
+  "dispatcher_multihead": ("causality", "gradients"),
+  "attention": ("chunks", "documents", "dropout", "gradients"),
   "attention without biases": ("gradients",),
   "rotary attention": ("tokens",),
-  "local attention": ("causality", "chunks"),
+  "local_attention": ("causality", "chunks"),
   "rotary local attention": ("tokens",),
-  "short convolution": ("causality", "chunks", "documents", "gradients"),
+  "short_convolution": ("causality", "chunks", "documents", "gradients"),
   "mamba2": ("chunks", "documents", "gradients"),
   "she": ("chunks", "gradients"),
   "he": ("gradients",),
-  "we": ("bfloat16", "chunks", "documents", "gradients", "lengths", "tokens"),
+  "we": ("bfloat16", "chunks", "documents", "gradients"),
   "me": ("gradients", "single_position"),
-  "he's extraction": ("gradients",),
+  "extraction of he": ("gradients",),
 }
 
 
@@ -84,55 +80,34 @@ def effective(grads):
     for relation in testing.RELATIONS
     for name, (_, settings) in MIXERS.items()
     if relation != "dropout" or "dropout" in settings
-  ],
+  ]
+  + [(name, relation) for name in VARIANTS for relation in APART[name]],
 )
 def test_keeps_the_contract(name, relation):
-  make, settings = MIXERS[name]
+  make, settings = (MIXERS | VARIANTS)[name]
   settings = dict(width=WIDTH, max_length=MAX_LENGTH, gradients=effective) | settings
   testing.check_mixer(make, relations=[relation], **settings)
 
 
-# With a reach, so that a mixer beside them is seen, too.
-BUILT_IN = {
-  "dispatcher": partial(Dispatcher, HEADS, num_levels=1),
-  "dispatcher_multihead": partial(MultiHeadDispatcher, HEADS, num_levels=1),
-  "attention": partial(SelfAttention, HEADS),
-  "relative_attention": partial(RelativeAttention, HEADS),
-  "local_attention": partial(LocalAttention, HEADS, window=2),
-  "short_convolution": partial(layers.ShortConvolution, num_taps=2),
-  "mamba2": partial(layers.Mamba2, state_width=5, head_width=4),
-  **{name: getattr(layers, name.upper()) for name in ("she", "he", "we", "me")},
-}
-LOCAL = ("dispatcher", "dispatcher_multihead", "local_attention", "short_convolution")
-# What a stack adds to its mixers.
-OF_PATTERNS = ("chunks", "documents"), ("causality", "lengths", "tokens", "no_key")
+def test_the_table_of_built_in_mixers_is_complete():
+  makers = {name: getattr(make, "func", make) for name, (make, _) in MIXERS.items()}
+  assert makers == {name: registry.mixers.component(name) for name in registry.mixers.names()}
+
+
+# Each mixer comes before one and behind another; two share one table of positions.
+IN_TURN = [*itertools.pairwise([*MIXERS, "dispatcher"]), 2 * ("relative_attention",)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "names, relations",
-  [
-    (pair, relations)
-    for pair in itertools.combinations_with_replacement(sorted(BUILT_IN), 2)
-    for relations in OF_PATTERNS
-  ],
-)
-def test_two_mixers_in_turn_keep_the_contract(names, relations):
-  reach = 4 if {*names} <= {*LOCAL} else None  # of three layers
-  makers = tuple(BUILT_IN[name] for name in names)
-  sizes = dict(width=WIDTH, max_length=MAX_LENGTH, reach=reach)
-  testing.check_mixer(makers, relations=relations, **sizes)
+@pytest.mark.parametrize("names", IN_TURN)
+def test_two_mixers_in_turn_keep_the_contract(names):
+  makers = tuple(MIXERS[name][0] for name in names)
+  relations = "chunks", "documents", "tokens"
+  testing.check_mixer(makers, relations=relations, width=12, max_length=MAX_LENGTH)
 
 
-def test_the_table_of_built_in_mixers_is_complete():
-  makers = {name: getattr(make, "func", make) for name, make in BUILT_IN.items()}
-  assert makers == {name: registry.mixers.component(name) for name in makers}
-  assert {*registry.mixers.names()} == {*makers}
-
-
-def draw(length=LENGTH, seed=0):
-  normal = np.random.default_rng(seed).standard_normal((BATCH, length, WIDTH))
-  return jnp.asarray(normal, jnp.float32)
+def draw():
+  return jnp.float32(np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH)))
 
 
 def draw_params(module):
@@ -149,16 +124,11 @@ def test_a_batch_may_be_empty(name):
   assert jax.eval_shape(module.apply, params, inputs[:0]).shape == (0, *inputs.shape[1:])
 
 
-def test_refusals():
-  make, inputs = MIXERS["dispatcher"][0], draw()
-  module, document_starts = make(max_length=MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]
+def test_starts_of_documents_with_a_cache_are_refused():
+  module, document_starts = Dispatcher(HEADS, MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]
   both = dict(document_starts=document_starts, cache=module.init_cache(BATCH, WIDTH))
   with pytest.raises(ValueError, match="document_starts: expected None with a cache"):
-    module.init(jax.random.key(0), inputs, **both)
-  with pytest.raises(ValueError, match="num_heads: expected a divisor of the width 6, got 4"):
-    Dispatcher(4, MAX_LENGTH).init(jax.random.key(0), inputs)
-  with pytest.raises(ValueError, match="implementation: expected"):
-    make(max_length=5, implementation="fastest")
+    module.init(jax.random.key(0), draw(), **both)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +154,13 @@ def test_a_layer_runs_the_chosen_implementation(layer, table, monkeypatch):
 
 @pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
 def test_a_dispatcher_skips_levels_with_a_cache_too(layer):
-  module, keep = layer(HEADS, MAX_LENGTH), jnp.arange(5) % 2 == 0
-  params, keep = draw_params(module), keep[: module._num_levels]
+  module = layer(HEADS, MAX_LENGTH, num_levels=4)
+  apply = partial(module.apply, {"params": draw_params(module)})
+  keep, cache = jnp.array([True, False, True, False]), module.init_cache(BATCH, WIDTH)
 
   @jax.jit
   def run(x):
-    apply = partial(module.apply, {"params": params}, x)
-    cached, _ = apply(level_keep=keep, cache=module.init_cache(*x.shape[::2]))
-    return cached, apply(level_keep=keep), apply()
+    return apply(x, level_keep=keep, cache=cache)[0], apply(x, level_keep=keep), apply(x)
 
   cached, whole, with_all = run(draw())
   np.testing.assert_allclose(cached, whole, rtol=1e-5, atol=1e-5)

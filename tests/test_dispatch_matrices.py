@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dpjax
+from dpjax.analysis import reading
 from dpjax.models import build
 from tests import helpers
 
@@ -25,23 +27,32 @@ def with_model(run, **settings):
 @pytest.mark.parametrize("mixer", ["dispatcher", "dispatcher_multihead"])
 def test_they_are_the_derivatives_of_each_layer(finished, mixer):
   run = with_model(finished[1], mixer=dpjax.config.mixer(mixer, num_heads=3))
-  matrices = run.dispatch_matrices(TEXT)
-  assert [m_hts.shape for m_hts in matrices] == [(3, len(TEXT), len(TEXT))] * 2
-  for m_hts in matrices:
-    np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(len(TEXT)), (3, 1, 1)))
+  assert run.tokenizer.decode([run.tokenizer.start_id]) == "\n"
+  text = "\n" + TEXT
+  matrices = run.dispatch_matrices(text)
+  # The page of `dpjax look` shows their sizes, without the start token.
+  for layer, m_hts in zip(reading.layers(run, TEXT), matrices, strict=True):
+    assert m_hts.shape == (3, len(text), len(text))
+    np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(len(text)), (3, 1, 1)))
+    np.testing.assert_allclose(layer.weights, abs(m_hts[:, 1:, 1:]), rtol=1e-4, atol=1e-6)
   # The first layer, by its equations: y = W_out M W_in x.
-  tokens = jnp.asarray(run.tokenizer.encode(TEXT))[None]
-  layer = run.model.layers.unstack(run.params["layers"])["0"]["mixer"]
-  _, seen = run.model.apply(
-    {"params": run.params}, tokens, capture_intermediates=True, mutable=["intermediates"]
-  )
-  (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-  y_btd = run.model.layers.block.mixer.apply({"params": layer}, x_btd)
+  weights = run.model.layers.unstack(run.params["layers"])["0"]["mixer"]
+  tokens = jnp.asarray(run.tokenizer.encode(text))[None]
+
+  @jax.jit
+  def first(params):
+    _, seen = run.model.apply(
+      {"params": params}, tokens, capture_intermediates=True, mutable=["intermediates"]
+    )
+    (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
+    return x_btd, run.model.layers.block.mixer.apply({"params": weights}, x_btd)
+
+  x_btd, y_btd = first(run.params)
   heads = (*x_btd.shape[:2], 3, -1)
   # The later Dispatcher mixes heads before and after, the paper's does not.
   one = heads if mixer == "dispatcher" else x_btd.shape
-  v_bthe = (x_btd.reshape(one) @ layer["values"]["kernel"]).reshape(heads)
-  mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe).reshape(one) @ layer["out"]["kernel"]
+  v_bthe = (x_btd.reshape(one) @ weights["values"]["kernel"]).reshape(heads)
+  mixed = jnp.einsum("hts,bshe->bthe", matrices[0], v_bthe).reshape(one) @ weights["out"]["kernel"]
   np.testing.assert_allclose(mixed.reshape(x_btd.shape), y_btd, rtol=1e-4, atol=1e-5)
 
 

@@ -18,13 +18,12 @@ from tests import helpers, test_imports
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = helpers.ROOT / "docs"
 RESULTS = (DOCS / "results.md").read_text(encoding="utf-8")
-CI = (helpers.ROOT / ".ci/run").read_text(encoding="utf-8")
 FAITHFUL = (DOCS / "faithful.md").read_text(encoding="utf-8")
 
 
 def assert_said(*words: str, page: str) -> None:
   said = re.sub(r"\s+", " ", page)
-  assert [x for x in words if x not in said] == []
+  assert words and [x for x in words if x not in said] == []
 
 
 def result(name: str) -> dict:
@@ -79,40 +78,10 @@ def rows_of_trajectories():
     ]
     difference = f"{model['difference']:+.4f} ± {model['half_interval_90']:.4f}"
     yield name, *sides, difference, f"{model['margin']:.4f}", f"{model['p_value']:.1g}"
-  sizes = result("trajectories/sizes")["models"]
-  for name, model in sizes.items():
-    cells = []
-    for values in (point["differences"] for point in model["points"]):
-      spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-      cells.append(f"{np.mean(values):+.3f}{spread}")
-    slope = f"{model['slope_a_decade']:+.3f} ± {model['slope_half_interval_90']:.3f}"
-    yield name, *cells, slope, f"{model['paper']:+.3f}"
-  for run, by_seed in sizes["dispatcher"]["largest"].items():
-    yield *run.split(", "), ", ".join(f"{x:.2f}" for x in sorted(by_seed.values()))
-  for name, model in result("trajectories/products")["models"].items():
-    away = [f"{np.mean(x):+.4f}" if x else "-" for x in model["difference"].values()]
-    known = ("standard_deviation", "range", "margin")  # Four models have no seeds.
-    limits = [f"{model[limit]:.4f}" if limit in model else "-" for limit in known]
-    yield name, f"{np.mean(model['float32']):.4f}", *away, *limits
 
 
 def test_the_page_on_faithfulness_has_the_tables_of_the_trajectories():
   assert_said(*(f"| {' | '.join(cells)} |" for cells in rows_of_trajectories()), page=FAITHFUL)
-
-
-def test_the_pages_have_the_scores_of_what_was_trained():
-  rows = [
-    f"| {run['parameters'] / 1e6:.2f}M | {run['test']['bits_per_character']:.3f} |"
-    for run in result("hnet")["runs"]
-  ]
-  assert len(rows) == 6
-  assert_said(*rows, page=(DOCS / "guides/hnet.md").read_text(encoding="utf-8"))
-  by_name = {}
-  for run in result("mixers_in_turn")["runs"]:
-    if run["seed"] == 0:
-      by_name.setdefault(run["name"], []).append(f"{run['test']['bits_per_character']:.3f}")
-  assert len(by_name) == 5
-  assert_said(*(f"M | {' | '.join(cells)} |" for cells in by_name.values()), page=RESULTS)
 
 
 def rows_of_steps(name: str):
@@ -137,44 +106,11 @@ def rows_of_steps(name: str):
 @pytest.mark.parametrize("name", ["step", "step_xeon"])
 def test_steps_beside_pytorch_are_those_that_were_measured(name):
   rows = [*rows_of_steps(name)]
-  assert len(rows) == 10
   assert_said(*(f"| {' | '.join(cells)} |" for cells in rows), page=RESULTS)
   # Those of the Dispatcher's and the pooling paper.
   columns = [[row[i] for row in rows[:5]] for i in (0, 1)]
   wide, low = (f"{min(column)} to {max(column)}" for column in columns)
   assert re.search(rf"{low} of its time on [^()]*\(float32 {wide}\)", README)
-
-
-def test_tables_of_operators_are_those_that_were_measured():
-  rows, by_case = [], {}
-  for part in result("ops")["parts"].values():
-    for case in part["cases"]:
-      by_case[case["case"]] = case["rows"]
-  for name, row in by_case.items():
-    if found := re.match(
-      r"(\w+) attention, B (\d+) T (\d+) H (\d+) .*dropout (.*), gradient", name
-    ):
-      kind, *shape, rate = found.groups()
-      ours, memory = row["default"], row["default"]["temporary_mib"] / row["whole"]["temporary_mib"]
-      ratios = ours["quiet"]["ratio"], ours["busy"]["ratio"], memory
-      cells = kind, ", ".join(shape), rate.removesuffix(".0"), *(f"{x:.2f}" for x in ratios)
-      rows.append(f"| {' | '.join(cells)} |")
-    if found := re.match(r"pool_segments, (B (\d+) T (\d+) D (\d+)), forward", name):
-      of_both = [(x, y) for x in ("pool", "upsample") for y in ("forward", "gradient")]
-      cases = [by_case[f"{x}_segments, {found[1]}, {y}"] for x, y in of_both]
-      cells = [f"{x['segments']['quiet']['ratio']:.2f}" for x in cases]
-      rows.append(f"| {', '.join(found.groups()[1:])} | {' | '.join(cells)} |")
-  assert len(rows) == 15
-  assert_said(*rows, page=RESULTS)
-
-
-def test_the_dispatcher_beside_attention_is_what_was_measured():
-  ratios = {"": [], ", products": []}
-  for case in result("step_xeon")["parts"]["lengths"]["cases"]:
-    for way, found in ratios.items():
-      ours, base = (case["rows"][f"{x}, dpjax{way}"] for x in ("Dispatcher", "attention"))
-      found.append(f"{ours['quiet']['ratio'] / base['quiet']['ratio']:.2f}")
-  assert_said(*(f"{a}, {b} and {c}" for a, b, c in ratios.values()), page=RESULTS)
 
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
@@ -187,34 +123,28 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", f"equal to {most:.2e}", page=README)
 
 
-def test_numbers_of_a_version_that_is_excluded_say_so():
-  known = [
-    (paragraph, name)
-    for paragraph in RESULTS.split("\n\n")
-    for name in re.findall(r"`results/(\w+)\.json`", paragraph)
-    if '"jax": "0.10.2"' in (helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8")
-  ]
-  assert known
-  assert [name for paragraph, name in known if "JAX 0.10.2" not in paragraph] == []
+def matches(name: str, pattern: str) -> list[str]:
+  """What the pattern's group matches in a file."""
+  return re.findall(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_same_pythons_are_tested_and_named():
-  def found(name: str, pattern: str) -> set[str]:
-    return {*re.findall(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"))}
-
-  classified = found("pyproject.toml", r"Python :: (3\.\d+)")
-  workflow = found(".github/workflows/tests.yml", r'python: "(3\.\d+)"')
-  ci = {*re.search(r"for version in (.*);", CI)[1].split()}
-  assert classified == workflow | ci and ci == {*re.findall(r"3\.1\d(?= \()", README)}
+  ci = {*matches(".ci/run", "for version in (.*);")[0].split()}
+  workflow = {*matches(".github/workflows/tests.yml", r'python: "(3\.\d+)"')}
+  assert {*matches("pyproject.toml", r"Python :: (3\.\d+)")} == workflow | ci
+  assert {*matches("README.md", r"(3\.1\d)(?= \()")} == ci
 
 
-def test_one_version_stands_everywhere():
-  def found(name: str, pattern: str) -> str:
-    return re.search(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
-
-  assert found("pyproject.toml", '^version = "(.*)"') == dpjax.__version__
-  assert found("CITATION.cff", "^version: (.*)") == dpjax.__version__
-  assert found("CHANGELOG.md", "^## (.*)") == dpjax.__version__
+@pytest.mark.parametrize(
+  "name, pattern",
+  [
+    ("pyproject.toml", '^version = "(.*)"'),
+    ("CITATION.cff", "^version: (.*)"),
+    ("CHANGELOG.md", "^## (.*)"),
+  ],
+)
+def test_one_version_stands_everywhere(name, pattern):
+  assert matches(name, pattern)[0] == dpjax.__version__
 
 
 # Bound methods, of one entry; and a class of another package.
@@ -246,15 +176,12 @@ def test_the_page_of_settings_is_what_the_code_says():
   assert not re.search(r"\|  \|$", ours(page), re.MULTILINE), "a setting without a meaning"
 
 
-def test_the_index_names_every_guide():
-  named = re.findall(r"\]\((guides/\w+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
-  assert {*named} == {f"guides/{path.name}" for path in DOCS.glob("guides/*.md")}
-
-
-def test_links_between_pages_hold():
+def test_links_between_pages_hold_and_the_index_names_every_guide():
   for page in [helpers.ROOT / "README.md", *DOCS.rglob("*.md")]:
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
       assert (page.parent / link).exists(), f"{page}: {link}"
+  named = {*matches("docs/index.md", r"\]\((guides/\w+\.md)\)")}
+  assert named == {f"guides/{path.name}" for path in DOCS.glob("guides/*.md")}
 
 
 def test_every_module_says_what_it_is_and_its_doctests_hold():

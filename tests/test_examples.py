@@ -9,37 +9,25 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests import helpers
 
 EXAMPLES = helpers.ROOT / "examples"
-NOTEBOOKS = ["tour", "your_own"]
-FAMILIES = ["dispatcher", "extractor", "attention", "pooling"]
+SMALL = dict(DPJAX_TOUR_STEPS="12", MPLBACKEND="agg")
 
-
-def cells_of(name: str) -> dict[str, str]:
-  """The code of a notebook, by its cells' names."""
-  content = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
-  return {x["id"]: "".join(x["source"]) for x in content["cells"] if x["cell_type"] == "code"}
-
-
-# Runs a notebook, and writes the figures it shows, and some values.
+# Runs a notebook, and writes how many figures it shows, and some values.
 RUN = """
 import json, pathlib, sys
-import numpy as np
 import run_notebook
 
 outputs, names = run_notebook.run(pathlib.Path(sys.argv[1]))
 shown = [output for cell in outputs for output in cell]
-figures = [x["data"]["image/png"] for x in shown if x["output_type"] == "display_data"]
-text = "".join("".join(x["text"]) for x in shown if x["output_type"] == "stream")
-keys = ("LINE", "texts", "rendered", "differences", "message")
-values = {"figures": figures, "text": text} | {key: names.get(key) for key in keys}
+values = {key: names.get(key) for key in ("texts", "rendered", "differences", "message")}
+values["figures"] = sum(x["output_type"] == "display_data" for x in shown)
+values["text"] = "".join("".join(x["text"]) for x in shown if x["output_type"] == "stream")
 values["package"] = names["dpjax"].__file__
 pathlib.Path("values.json").write_text(json.dumps(values), encoding="utf-8")
-np.savez("matrices.npz", *names.get("matrices", ()))
 """
 
 
@@ -62,17 +50,11 @@ def run(name: str, folder: Path, site: Path) -> dict:
   done = subprocess.run(
     [sys.executable, "-c", RUN, f"{name}.ipynb"],
     # Quick to compile, as what the tests themselves do.
-    env=helpers.environment(
-      DPJAX_TOUR_STEPS="12",
-      MPLBACKEND="agg",
-      PYTHONPATH=str(site),
-      XLA_FLAGS=os.environ["XLA_FLAGS"],
-    ),
+    env=helpers.environment(PYTHONPATH=str(site), XLA_FLAGS=os.environ["XLA_FLAGS"], **SMALL),
     cwd=folder,
     capture_output=True,
     text=True,
     timeout=900,
-    check=False,
   )
   assert done.returncode == 0, done.stderr
   values = json.loads((folder / "values.json").read_text(encoding="utf-8"))
@@ -80,14 +62,13 @@ def run(name: str, folder: Path, site: Path) -> dict:
   return values
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", ["tour", "your_own"])
 def test_the_notebook_is_committed_clean_with_its_outputs(name):
   written = (EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8")
   content = json.loads(written)
   # As Jupyter writes it, so that a later edit shows as what it changes.
   assert written == json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-  cells = content["cells"]
-  code = [cell for cell in cells if cell["cell_type"] == "code"]
+  code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
   for count, cell in enumerate(code, start=1):
     source = "".join(cell["source"])
     assert all(len(line) <= 100 for line in source.splitlines()), cell["id"]
@@ -99,9 +80,13 @@ def test_the_notebook_is_committed_clean_with_its_outputs(name):
   assert not re.search(r"/(work|tmp|home|Users|root)/|[A-Z]:\\", written)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_first_cell_installs_dpjax_where_it_is_missing(name, tmp_path, monkeypatch):
-  first, called = next(iter(cells_of(name).values())), []
+def test_the_first_cell_installs_dpjax_where_it_is_missing(tmp_path, monkeypatch):
+  first, other = (
+    next("".join(x["source"]) for x in content["cells"] if x["cell_type"] == "code")
+    for content in (json.loads(path.read_text("utf-8")) for path in EXAMPLES.glob("*.ipynb"))
+  )
+  assert first == other
+  called = []
   monkeypatch.chdir(tmp_path)
   monkeypatch.delenv("DPJAX_SOURCE", raising=False)
   monkeypatch.setattr(subprocess, "run", lambda words, **_: called.append(words))
@@ -121,29 +106,20 @@ def test_the_first_cell_installs_dpjax_where_it_is_missing(name, tmp_path, monke
 @pytest.mark.slow
 def test_every_cell_of_the_tour_runs(tmp_path, site):
   values = run("tour", tmp_path, site)
-  # The costs, and the Dispatcher's matrices.
-  assert len(values["figures"]) == 2 and min(map(len, values["figures"])) > 8_000
-  assert [*values["texts"]] == [*values["differences"]] == FAMILIES
-  for name in FAMILIES:
-    assert len(values["texts"][name]) == 100, name
+  assert values["figures"] == 2  # the costs, and the Dispatcher's matrices
+  assert [*values["texts"]] == ["dispatcher", "extractor", "attention", "pooling"]
+  for name, text in values["texts"].items():
+    assert len(text) == 100, name
     assert values["differences"][name] < 1e-4, name
     assert f"--- {name} ---\nThe statement" in values["text"]
   assert values["rendered"].startswith("The␣|statement␣|raises␣|")
   assert "bits per byte" in (tmp_path / "segments.html").read_text(encoding="utf-8")
 
-  matrices = np.load(tmp_path / "matrices.npz")
-  assert len(matrices) == 2
-  length = len(values["LINE"])
-  for name, m_hts in matrices.items():
-    assert m_hts.shape == (4, length, length), name
-    np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(length), (4, 1, 1)))
-    assert np.abs(np.tril(m_hts, -1)).max() > 0.01, name
-
 
 @pytest.mark.slow
 def test_every_cell_of_the_own_mixer_runs(tmp_path, site):
   values = run("your_own", tmp_path, site)
-  assert len(values["figures"]) == 2 and min(map(len, values["figures"])) > 8_000
+  assert values["figures"] == 2
   assert "an output depends on later inputs" in values["message"]
   assert "keeps the contract: causality" in values["text"]
   assert [len(text) for text in values["texts"].values()] == [100, 100, 100]

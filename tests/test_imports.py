@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import helpers
+from tests.helpers import ROOT
+
 # Each room may import from itself and from those on the lines above.
 ROOMS = [
   {"ops", "text"},
@@ -84,32 +85,24 @@ def test_imports_go_down():
     check_imports(path)
 
 
-@pytest.mark.parametrize(
-  "modules, unwanted",
-  [
-    (
-      "dpjax, dpjax_papers.complexity, dpjax_papers.significance",
-      ("jax", "numpy", "scipy", "ml_collections"),
-    ),
-    (
-      "dpjax.layers, dpjax.training, dpjax.analysis.plots, dpjax.analysis.calibrate, "
-      "dpjax.analysis.page",
-      ("jax", "orbax", "matplotlib", "ml_collections", "dpjax.layers.dispatcher"),
-    ),
-    ("dpjax.ops", ("flax", "optax", "orbax", "tensorflow", "ml_collections")),
-    (
-      "dpjax.run",
-      ("tensorflow", "tensorflow_datasets", "torch", "chex", "sentencepiece", "tokenizers"),
-    ),
-  ],
-)
+LOADED = """
+dpjax, dpjax_papers.complexity, dpjax_papers.significance | jax numpy scipy ml_collections
+dpjax.layers, dpjax.training, dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.page \
+  | jax orbax matplotlib ml_collections dpjax.layers.dispatcher
+dpjax.ops | flax optax orbax tensorflow ml_collections
+dpjax.run | tensorflow tensorflow_datasets torch chex sentencepiece tokenizers
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+  return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("modules, unwanted", helpers.cases(LOADED))
 def test_what_an_import_loads(modules, unwanted):
-  code = f"import {modules}, sys; print(*sys.modules)"
-  loaded = subprocess.run(
-    [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
-  ).stdout.split()
-  assert {*modules.split(", ")} <= {*loaded}
-  assert not {*unwanted} & {*loaded}
+  loaded = {*python(f"import {modules}, sys; print(*sys.modules)").stdout.split()}
+  assert {*modules.split(", ")} <= loaded
+  assert not {*unwanted.split()} & loaded
 
 
 def public_names() -> dict[str, list[str]]:
@@ -127,10 +120,15 @@ for package in {FACES}:
     assert not modules & set(module.__all__), package
   for name in module.__all__:
     getattr(module, name)
-  assert not hasattr(module, "nothing"), package
+  try:
+    module.nothing
+  except AttributeError as error:
+    assert str(error) == f"module {{package!r}} has no attribute 'nothing'"
+  else:
+    assert False, package
 print(json.dumps(names))
 """
-  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+  done = python(code)
   assert done.returncode == 0, done.stderr
   return json.loads(done.stdout)
 
@@ -139,40 +137,6 @@ def test_every_public_name_is_there():
   names = public_names()
   assert {"Dispatcher", "HE"} <= {*names["dpjax.layers"]}
   assert {"layers", "testing", "train", "register_mixer"} <= {*names["dpjax"]}
-  code = "import dpjax; dpjax.training.cross_entropy; dpjax.__version__; dpjax.nothing"
-  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-  assert "module 'dpjax' has no attribute 'nothing'" in done.stderr
-
-
-def check_types(lines: list[str], folder: Path) -> list[dict]:
-  """What pyright says of a user's script. At its first start, it fetches what it runs on."""
-  (folder / "face.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-  done = subprocess.run(
-    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "face.py"],
-    cwd=folder,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-  )
-  return json.loads(done.stdout)["generalDiagnostics"]
-
-
-@pytest.mark.slow
-def test_a_type_checker_knows_every_public_name(tmp_path):
-  names = public_names()
-  lines = ["import dpjax"]
-  for package in FACES:
-    lines += [f"from {package} import {name}" for name in names[package]]
-    lines += [f"reveal_type({package}.{name})" for name in names[package]]
-  wrong = [f"{package}.nothing" for package in FACES]
-  found = check_types(lines + wrong, tmp_path)
-  types = [x["message"] for x in found if x["severity"] == "information"]
-  assert len(types) == sum(map(len, names.values()))
-  assert not [message for message in types if 'Unknown"' in message]
-  errors = [x for x in found if x["severity"] != "information"]
-  assert [x["range"]["start"]["line"] for x in errors] == [
-    len(lines) + i for i in range(len(wrong))
-  ], errors
 
 
 TYPES = {
@@ -187,12 +151,25 @@ MISTYPED = ['run.generate("a", lenght=3)', 'run.generate("a", length="3")', "run
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_a_run(tmp_path):
+def test_a_type_checker_knows_every_public_name_and_a_run(tmp_path):
   pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("docs/index.md", "README.md")]
   lines = "\n".join(re.search(r"```python\n(.*?)```", page, re.S)[1] for page in pages).splitlines()
-  found = check_types([*lines, *map("reveal_type({})".format, TYPES), *MISTYPED], tmp_path)
-  types = [x["message"] for x in found if x["severity"] == "information"]
-  assert [re.search(r' is "(.*)"', message)[1] for message in types] == [*TYPES.values()]
+  names = [f"{package}.{name}" for package, known in public_names().items() for name in known]
+  lines += map("reveal_type({})".format, [*TYPES, *names])
+  wrong = [*MISTYPED, *(f"{package}.nothing" for package in FACES)]
+  (tmp_path / "face.py").write_text("\n".join([*lines, *wrong]) + "\n", encoding="utf-8")
+  # At its first start, pyright fetches what it runs on.
+  done = subprocess.run(
+    [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "face.py"],
+    cwd=tmp_path,
+    env=helpers.environment(),
+    capture_output=True,
+    text=True,
+  )
+  found = json.loads(done.stdout)["generalDiagnostics"]
+  told = [x["message"] for x in found if x["severity"] == "information"]
+  types = [re.search(r' is "(.*)"$', message, re.S)[1] for message in told]
+  assert types[: len(TYPES)] == [*TYPES.values()] and len(types) == len(TYPES) + len(names)
+  assert "Unknown" not in types
   errors = {x["range"]["start"]["line"] for x in found if x["severity"] != "information"}
-  begin = len(lines) + len(TYPES)
-  assert sorted(errors) == [*range(begin, begin + len(MISTYPED))], found
+  assert sorted(errors) == [*range(len(lines), len(lines) + len(wrong))], found

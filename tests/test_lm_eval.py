@@ -12,22 +12,23 @@ import pytest
 
 from tests import helpers
 
-HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+SPEC = importlib.util.find_spec("lm_eval")
+HAS_HARNESS = SPEC is not None and SPEC.origin is not None  # no folder of that name
 pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.filterwarnings("default")]
 
 TASK = """\
-task: {name}
+task: pairs
 dataset_path: json
 dataset_kwargs:
   data_files:
     test: {file}
 test_split: test
-output_type: {kind}
-doc_to_text: {text}
-doc_to_target: {target}
-{more}
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_target: 0
+doc_to_choice: "{{{{[good, bad]}}}}"
 metric_list:
-  - metric: {metric}
+  - metric: acc
 """
 
 
@@ -78,33 +79,43 @@ def requests(*pairs):
   return [types.SimpleNamespace(args=pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("times, more", [(1, -1), (1, 0), (1, 1), (3, 5)])
-def test_each_token_of_a_text_is_scored_after_the_one_before_it(model, times, more):
-  run, window = model.run, model.run.window
-  text = ("the cat sat on a mat " * window)[: times * window + more]
-  ids = np.array([run.tokenizer.start_id, *run.tokenizer.encode(text)], np.int32)
-  nats = 0.0
-  for begin in range(1, len(ids), window):
-    end = min(begin + window, len(ids))
-    before = ids[max(0, end - 1 - window) : end - 1]
-    logits = run.model.apply({"params": run.params}, before[None]).logits[0]
-    logs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32)))[begin - end :]
-    nats += logs[np.arange(end - begin), ids[begin:end]].sum()
-  assert model.loglikelihood_rolling(requests((text,))) == [pytest.approx(nats, rel=1e-5)]
-
-
-def test_log_likelihoods_are_those_of_the_model(model):
+@pytest.fixture(scope="module")
+def score(model):
+  """(before, after) -> the log-likelihood of tokens after others, and whether they are greedy."""
   run = model.run
+
+  @jax.jit
+  def apply(tokens):
+    return jax.nn.log_softmax(run.model.apply({"params": run.params}, tokens).logits[0])
+
+  def score(before, after):
+    ids = np.concatenate([before, after])[-run.window - 1 : -1]
+    padded = np.pad(ids, (0, run.window - len(ids))).astype(np.int32)
+    logs = np.asarray(apply(padded[None]))[len(ids) - len(after) : len(ids)]
+    return logs[np.arange(len(after)), after].sum(), (logs.argmax(1) == after).all()
+
+  return score
+
+
+def test_each_token_of_a_text_is_scored_after_the_one_before_it(model, score):
+  run, window = model.run, model.run.window
+  # One window but a token, one, one and a token, and more.
+  texts = [("the cat sat on a mat " * window)[: window + more] for more in (-1, 0, 1, 2 * window)]
+  for text, found in zip(texts, model.loglikelihood_rolling(requests(*zip(texts))), strict=True):
+    ids, nats = np.array([run.tokenizer.start_id, *run.tokenizer.encode(text)]), 0.0
+    for begin in range(1, len(ids), window):
+      end = min(begin + window, len(ids))
+      nats += score(ids[max(0, end - 1 - window) : begin], ids[begin:end])[0]
+    assert found == pytest.approx(nats, rel=1e-5)
+
+
+def test_log_likelihoods_are_those_of_the_model(model, score):
+  tokenizer = model.run.tokenizer
   pairs = [("the cat", " sat on"), ("", "a mat"), ("a dog and the cat sat on ", "a"), ("a", " cat")]
-  found = model.loglikelihood(requests(*pairs))
-  for (context, continuation), (nats, is_greedy) in zip(pairs, found, strict=True):
-    before, after = run.tokenizer.encode_pair(context, continuation)
-    ids = np.concatenate([[run.tokenizer.start_id], before, after]).astype(np.int32)
-    ids = ids[-run.window - 1 :]
-    logits = run.model.apply({"params": run.params}, ids[None, :-1]).logits[0]
-    logs = np.asarray(jax.nn.log_softmax(logits.astype(np.float32)))[-len(after) :]
-    assert nats == pytest.approx(logs[np.arange(len(after)), after].sum(), rel=1e-5)
-    assert is_greedy == (logs.argmax(1) == after).all()
+  for pair, (nats, is_greedy) in zip(pairs, model.loglikelihood(requests(*pairs)), strict=True):
+    before, after = tokenizer.encode_pair(*pair)
+    expected, greedy = score([tokenizer.start_id, *before], after)
+    assert nats == pytest.approx(expected, rel=1e-5) and is_greedy == greedy
 
 
 def test_a_continuation_beyond_the_window_is_refused(model):
@@ -113,49 +124,28 @@ def test_a_continuation_beyond_the_window_is_refused(model):
 
 
 def test_texts_end_before_a_stop(model):
-  (whole,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20})))
-  assert whole == model.run.generate("the cat", length=20, temperature=0.0)[0]
+  window, settings = model.run.window, {"max_gen_toks": 8}
   # What the vocabulary has not is left out, as is the beginning of a long context.
-  window = model.run.window
-  (text,) = model.generate_until(requests(("\u2603" + "the cat" * window, {"max_gen_toks": 4})))
-  context = ("the cat" * window)[-window:]
-  assert text == model.run.generate(context, length=4, temperature=0.0)[0]
+  long = "the cat" * window
+  contexts = "the cat", "\u2603" + long, long[-window:]
+  whole, other, same = model.generate_until(requests(*((x, settings) for x in contexts)))
+  assert whole == model.run.generate("the cat", length=8, temperature=0.0)[0] and other == same
   stop = whole[5:7]
-  (text,) = model.generate_until(requests(("the cat", {"max_gen_toks": 20, "until": [stop]})))
+  (text,) = model.generate_until(requests(("the cat", settings | {"until": [stop]})))
   assert text == whole[: whole.index(stop)]
 
 
 @pytest.mark.skipif(not HAS_HARNESS, reason="lm-eval is no dependency")
-def test_tasks_of_a_local_file_are_evaluated(dpjax_lm, finished, tmp_path, capsys):
-  file = tmp_path / "pairs.jsonl"
+def test_a_task_of_a_local_file_is_evaluated(dpjax_lm, finished, tmp_path, capsys):
+  file, keys = tmp_path / "pairs.jsonl", ("context", "good", "bad")
   # An odd number: the wrong order of two sentences gives another share.
   rows = [("the cat", " sat", " dog"), ("a", " mat", " on"), ("in its", " hat", " no")]
-  # Whole sentences, too, as BLiMP has them.
-  names = "context", "good", "bad", "sentence_good", "sentence_bad"
-  rows = [(context, *ends, *(context + end for end in ends)) for context, *ends in rows]
-  lines = [json.dumps(dict(zip(names, row, strict=True))) for row in rows]
-  file.write_text("\n".join(lines) + "\n")
-  keys = "name kind text target more metric".split()
-  choices = 'doc_to_choice: "{{[good, bad]}}"'
-  sentences = 'doc_to_choice: "{{[sentence_good, sentence_bad]}}"'
-  for row in (
-    ("pairs", "multiple_choice", '"{{context}}"', "0", choices, "acc"),
-    ("minimal", "multiple_choice", '""', "0", sentences, "acc"),
-    ("rolling", "loglikelihood_rolling", '""', '"{{context}}"', "", "bits_per_byte"),
-  ):
-    task = TASK.format(file=file, **dict(zip(keys, row, strict=True)))
-    (tmp_path / f"{row[0]}.yaml").write_text(task)
+  file.write_text("\n".join(json.dumps(dict(zip(keys, row, strict=True))) for row in rows))
+  (tmp_path / "pairs.yaml").write_text(TASK.format(file=file))
   folder, run, _ = finished
-  dpjax_lm.main([str(folder), "--tasks=pairs,minimal,rolling", f"--include_path={tmp_path}"])
+  dpjax_lm.main([str(folder), "--tasks=pairs", f"--include_path={tmp_path}"])
   printed = capsys.readouterr().out
   found = json.loads(printed[printed.index("{") :])
-  for name, pairs in (
-    ("pairs", [(row[0], end) for row in rows for end in row[1:3]]),
-    ("minimal", [("", sentence) for row in rows for sentence in row[3:]]),
-  ):
-    nats = [x for x, _ in dpjax_lm.DpjaxLM(run).loglikelihood(requests(*pairs))]
-    assert found[name]["acc,none"] == np.mean(np.greater(nats[::2], nats[1::2]))
-  contexts = [context for context, *_ in rows]
-  nats = [run.score(x)["nats_per_token"] * len(run.tokenizer.encode(x)) for x in contexts]
-  bits = sum(nats) / sum(map(len, contexts)) / np.log(2)
-  assert found["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-4)
+  pairs = [(context, end) for context, *ends in rows for end in ends]
+  nats = [x for x, _ in dpjax_lm.DpjaxLM(run).loglikelihood(requests(*pairs))]
+  assert found["pairs"]["acc,none"] == np.mean(np.greater(nats[::2], nats[1::2]))

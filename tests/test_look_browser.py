@@ -8,11 +8,8 @@ import pytest
 
 import dpjax
 from dpjax import config as config_lib
-from dpjax import run as run_lib
 from dpjax.analysis import reading
-from dpjax.models import build
-from dpjax.text.factory import train_tokenizer
-from tests import helpers
+from tests import test_look
 
 REASON = "needs pip install -e '.[browser]' and a chromium"
 sync_api = pytest.importorskip("playwright.sync_api", reason=REASON)
@@ -24,26 +21,13 @@ TEXT = "to be\u0301, שלום or </script><b>\x07 \u202eיום\n👩\u200d👩\u
 CLUSTERS = ["e\u0301", "👩\u200d👩\u200d👧", "ế"]
 
 
-def untrained(tokenizer, boundaries, **changes):
-  config = config_lib.default()
-  settings = dict(vocab_size=0, num_layers=1, **changes)
-  if boundaries != "none":
-    settings |= dict(first=dict(num_layers=1), last=dict(num_layers=1))
-  config.model = helpers.model_settings("attention", boundaries, **settings)
-  tokenizer = train_tokenizer(tokenizer, [TEXT])
-  config = build.with_vocabulary(config, tokenizer)
-  model = build.build_model(config.model)
-  return run_lib.Run(config, model, helpers.draw_params(model, 8, 0.5), tokenizer, 0)
-
-
 @pytest.fixture(scope="module")
 def runs():
   """A predictor before a second stage, on characters; and bytes without boundaries."""
-  inner = config_lib.boundaries("fixed", shortening_factor=3)
-  two = untrained("characters", "gumbel", middle=config_lib.middle(inner, width=10))
-  tokens = two.tokenizer.encode(TEXT)[None, :29]
-  helpers.balance(two.params, two.model.apply({"params": two.params}, tokens).boundary_logits)
-  return [two, untrained("bytes", "none")]
+  middle = config_lib.middle(config_lib.boundaries("fixed", shortening_factor=3), width=10)
+  two = test_look.untrained("gumbel", "attention", text=TEXT, middle=middle)
+  one = test_look.untrained("none", "attention", "bytes", TEXT, num_layers=1)
+  return [test_look.with_both(two, TEXT), one]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +50,7 @@ def browser():
     browser.close()
 
 
-@pytest.fixture(params=[(400, "light"), (400, "dark"), (1600, "light"), (1600, "dark")])
+@pytest.fixture(params=[(400, "dark"), (1600, "light")])
 def tab(request, browser, path):
   """Opens the page at a width and in a theme; fails if it logs an error or sends a request."""
   width, theme = request.param
@@ -83,12 +67,7 @@ def tab(request, browser, path):
   tab.close()
 
 
-@pytest.fixture(scope="module")
-def nats(runs):
-  return [run.score(TEXT)["nats_per_token"] * len(run.tokenizer.encode(TEXT)) for run in runs]
-
-
-def test_page_shows_the_segments_and_the_surprisals(tab, segmentations, nats):
+def test_page_shows_the_segments_and_the_surprisals(tab, segmentations):
   for number, segmentation in enumerate(segmentations):
     units = tab.evaluate(f"runs[{number}].units")
     assert "".join(unit["text"] for unit in units) == TEXT
@@ -98,7 +77,7 @@ def test_page_shows_the_segments_and_the_surprisals(tab, segmentations, nats):
     labels = spans.all_text_contents()
     assert [x for x in labels if x.startswith("U+")] == ["U+0007", "U+202E"]
     bits = tab.evaluate(f"runs[{number}].bits")
-    assert np.log(2) * sum(bits) == pytest.approx(nats[number], rel=1e-5)
+    assert np.log(2) * sum(bits) == pytest.approx(segmentation.surprisals.sum(), rel=1e-5)
     for stage, name in zip(segmentation.stages, ("hue", "inner"), strict=False):
       ends = stage.boundaries
       number_t = np.append(0, np.cumsum(ends)[:-1])
@@ -136,20 +115,17 @@ def test_pointing_at_a_token_shows_its_numbers(tab, segmentations):
   assert "“t”" in tab.locator("#info div").nth(0).inner_text()
 
 
-@pytest.fixture(scope="module")
-def layers(runs):
-  return reading.layers(runs[0], TEXT)
-
-
-def test_a_layer_shades_what_a_position_reads(tab, layers):
+def test_a_layer_shades_what_a_position_reads(tab, runs):
+  layers = reading.layers(runs[0], TEXT)
   number = [layer.name for layer in layers].index("middle first 1 SelfAttention")
+  weights = layers[number].weights
   tab.locator("select").nth(0).select_option(str(number))
   tab.wait_for_function("runs[0].matrix")
   units = tab.evaluate("runs[0].units")
-  at = max(i for i, unit in enumerate(units) if unit["last"] < len(layers[number].weights[0]))
+  at = max(i for i, unit in enumerate(units) if unit["last"] < len(weights[0]))
   tab.locator("section").nth(0).locator(".u").nth(at).hover()
   shades = tab.evaluate("runs[0].spans.map(x => +x.style.getPropertyValue('--r'))")
-  row = layers[number].weights.mean(axis=0)[units[at]["last"]]
+  row = weights.mean(axis=0)[units[at]["last"]]
   expected = [max(row[unit["first"] : unit["last"] + 1], default=0) / row.max() for unit in units]
   assert max(shades) == 1
   np.testing.assert_allclose(shades, expected, atol=3e-3)

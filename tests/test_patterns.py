@@ -15,24 +15,20 @@ from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 call = helpers.command
-SIZES = """model.width=16 model.feed_forward_width=20 model.max_length=19 model.num_layers=2
+SETTINGS = """model.width=16 model.feed_forward_width=20 model.max_length=19 model.num_layers=2
   train.batch_size=8 train.num_steps=4 train.eval_every_steps=4 train.log_every_steps=2
-  eval.batch_size=8 data.tokenizer=characters sample.length=7 train.schedule.warmup_steps=2"""
-POOLED = """ model.boundaries=fixed model.first.num_layers=1 model.last.num_layers=1
-  model.last.mixer=short_convolution"""
+  eval.batch_size=8 data.tokenizer=characters train.schedule.warmup_steps=2
+  model.mixer=we,attention model.mixer.0.adjustment=False model.mixer.0.implementation=scan"""
 
 
-@pytest.fixture(scope="module", params=["plain", pytest.param("middle", marks=pytest.mark.slow)])
-def workdir(request, text, tmp_path_factory, standard_promotion):
-  """The folder of a run of WE and attention in turn, in a plain stack and in a middle."""
+@pytest.fixture(scope="module")
+def workdir(text, tmp_path_factory, standard_promotion):
+  """The folder of a run of WE and attention in turn."""
   folder = tmp_path_factory.mktemp("pattern") / "run"
-  settings = SIZES + (POOLED if request.param == "middle" else "")
-  flags = [f"--config.{x}" for x in settings.split()]
-  flags += ["--config.model.mixer=we,attention", "--config.model.mixer.0.adjustment=False"]
-  flags += ["--config.model.mixer.0.implementation=scan"]  # None before
-  flags += [f"--config.data.path={text}", f"--config.data.data_dir={text.parent / 'data_dir'}"]
-  flags += [f"--workdir={folder}", "--config.sample.prompt=the cat"]
-  assert call("train", "--config=modern_transformer:small", *flags) is None
+  settings = f"{SETTINGS} sample.prompt=cat data.path={text}".split()
+  flags = [f"--config.{x}" for x in [*settings, f"data.data_dir={text.parent / 'data_dir'}"]]
+  flags += ["--config=modern_transformer:small", f"--workdir={folder}"]
+  assert call("train", *flags) is None
   return folder
 
 
@@ -49,29 +45,18 @@ def test_it_trains_scores_generates_and_exports(workdir, tmp_path, capsys):
   assert call("export", str(workdir), str(tmp_path / "out")) is None
   run, exported = dpjax.load(workdir), dpjax.load(tmp_path / "out")
   assert run.name == "we,attention" and repr(run).startswith("Run(we,attention, ")
-  assert exported.score("the cat sat") == run.score("the cat sat")
-  assert exported.generate("the ", length=5) == run.generate("the ", length=5)
+  assert exported.config.model == run.config.model
+  helpers.assert_trees_close(exported.params, run.params, rtol=0)
   assert (tmp_path / "out/numpy_model.py").exists()
   record = runs_lib.read_runs([workdir])
   assert runs_lib.names(record) == ["WE, no adjustment + attention, 4 heads"]
-
-
-def test_another_pattern_is_another_run(workdir):
-  flags = [f"--workdir={workdir}", f"--config={workdir}"]
-  told = call("train", *flags, "--config.model.mixer.1.num_heads=2")
-  assert "model.mixer.1.num_heads: 4 there, 2 here" in told
-  told = call("train", *flags, "--config.model.mixer=attention")
-  assert "model.mixer.name: None there, 'attention' here" in told
 
 
 @pytest.mark.parametrize(
   "flags, message",
   [
     ("mixer=we,attentoin", "model.mixer.1: expected one of .*; did you mean attention?"),
-    ("mixer=we,", "model.mixer.1: expected one of "),
     ("mixer=we,attention mixer.num_heads=2", "model.mixer.num_heads: .* model.mixer.1.num_heads"),
-    ("mixer=we,attention mixer.1.num_head=2", "model.mixer.1.num_head: .* attention, .*num_heads"),
-    ("mixer=we,attention mixer.2.num_heads=2", "model.mixer.2.num_heads: expected a known"),
     ("mixer.0.num_heads=2", "model.mixer.0.num_heads: expected a known setting"),
     ("mixer=we,attention mixer.1.num_heads=x", "--config.model.mixer.1.num_heads: .* int, got x"),
     ("boundaries=fixed,gumbel", "model.boundaries: expected one of .* got fixed,gumbel"),
@@ -94,10 +79,8 @@ def test_mixers_that_no_layer_has_are_told(text, tmp_path, caplog):
   config = in_turn()
   assert config_lib.idle_mixers(config.model) == {"model.last": "me, he"}
   config.model.first.num_layers = 1
-  assert config_lib.idle_mixers(config.model) == {
-    "model.first": "attention",
-    "model.last": "me, he",
-  }
+  expected = {"model.first": "attention", "model.last": "me, he"}
+  assert config_lib.idle_mixers(config.model) == expected
 
 
 def in_turn():
@@ -115,10 +98,8 @@ def test_several_mixers_are_a_tuple_of_sections():
   flat = config_lib.flatten(config)
   assert flat["model.mixer.0.name"] == "we" and flat["model.mixer.1.num_heads"] == 4
   assert config_lib.get(config, "model.last.mixer.2.name") == "he"
-  assert {*config_lib.mixers_in(config.model)} == {
-    *("model.mixer.0", "model.mixer.1"),
-    *(f"model.last.mixer.{i}" for i in range(3)),
-  }
+  places = "mixer.0", "mixer.1", *(f"last.mixer.{i}" for i in range(3))
+  assert {*config_lib.mixers_in(config.model)} == {f"model.{place}" for place in places}
   written = json.loads(json.dumps(config.to_dict()))
   assert [x["name"] for x in written["model"]["mixer"]] == ["we", "attention"]
   again = config_lib.from_dict(written)
@@ -141,8 +122,6 @@ def test_several_mixers_are_a_tuple_of_sections():
     ("num_heads", 7, "model.mixer.1.num_heads: expected a divisor of model.width = 512, got 7"),
     ("num_head", 4, "model.mixer.1.num_head: expected a setting of attention, .* nearest"),
     ("name", "he", "model.mixer.1.[a-z_]+: expected a setting of he, got an unknown one"),
-    ("rotary_base", 0.5, "model.mixer.1.rotary_base: expected None or a number above 1, got 0.5"),
-    ("dropout", 1, "model.mixer.1.dropout: expected a probability"),
   ],
 )
 def test_one_of_several_mixers_is_refused_by_its_place(key, value, message):

@@ -13,7 +13,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.config.registry import Setting
-from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries
+from dpjax.layers.boundaries import Boundaries, TextBoundaries
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -60,12 +60,10 @@ def test_settings_are_the_fields_that_a_person_can_set(mixers):
 
 
 def test_settings_of_functions_are_their_arguments():
-  names = {name: [*registry.optimizers.settings(name)] for name in ("adam", "sgd", "lion")}
-  assert {"b1", "b2", "eps"} <= {*names["adam"]} and "learning_rate" not in names["adam"]
-  assert names["sgd"] == ["momentum", "nesterov"] and "weight_decay" in names["lion"]
-  assert registry.optimizers.settings("sgd")["momentum"] == Setting(
-    None, type=float, is_optional=True
-  )
+  assert [*registry.optimizers.settings("sgd")] == ["momentum", "nesterov"]
+  momentum = registry.optimizers.settings("sgd")["momentum"]
+  assert momentum == Setting(None, type=float, is_optional=True)
+  assert "learning_rate" not in registry.optimizers.settings("adam")
 
 
 @dataclasses.dataclass
@@ -94,13 +92,6 @@ class AfterRare(Boundaries):
   @property
   def text_boundaries(self):
     return RareText(self.share, self.others)
-
-  def __call__(self, hidden, tokens, **options):
-    return BoundaryOutput((tokens % 3 == 0).astype(jnp.int32))
-
-  def loss(self, output, batch):
-    targets = batch["boundaries"]
-    return (targets * batch["weights"]).sum(), targets
 
 
 def pooled_by_text(text, variant, **settings):
@@ -142,34 +133,15 @@ def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
     dpjax.run.tokenize(config, tmp_path / "run")
 
 
-@pytest.mark.slow
-def test_a_run_of_boundaries_that_need_the_text(text, tmp_path):
-  config = pooled_by_text(text, AfterRare)
-  run, scores = dpjax.train(config, tmp_path / "run")
-  assert scores["boundary_loss"] > 0 and 0 < scores["recall"] < 1
-  run.save(tmp_path / "small")
-  new = "a cat and one rat in a bat"
-  assert dpjax.load(tmp_path / "small").score(new) == run.score(new)
-
-
-def test_an_unknown_name_lists_the_known_and_says_how_to_add_one(mixers):
-  with pytest.raises(dpjax.UserError) as error:
-    config_lib.mixer("dispacher")
-  message = str(error.value)
-  assert "one of dispatcher, dispatcher_multihead, attention" in message
-  assert "did you mean dispatcher? (dpjax.register_mixer adds another" in message
-
-
-WRONG = [
-  (dict(rates=0.5), "rates: .* setting of decay, .* nearest known is mixer.rate"),
-  *((dict(rate=x), f"rate: .* of type float, got {x!r}") for x in ("fast", True, None)),
-  (dict(num_steps=1.5), "num_steps: expected a value of type int or None, got 1.5"),
-  (dict(max_length=3), "max_length: expected a setting of decay"),
-  (dict(parent=None), "parent: expected a setting of decay"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), WRONG)
+@pytest.mark.parametrize(
+  "settings, message",
+  [
+    (dict(rates=0.5), "rates: .* setting of decay, .* nearest known is mixer.rate"),
+    (dict(rate="fast"), "rate: .* of type float, got 'fast'"),
+    (dict(num_steps=1.5), "num_steps: expected a value of type int or None, got 1.5"),
+    (dict(parent=None), "parent: expected a setting of decay"),
+  ],
+)
 def test_settings_that_are_wrong(mixers, settings, message):
   dpjax.register_mixer("decay", Decay)
   with pytest.raises(dpjax.UserError, match=f"^mixer.{message}"):
@@ -230,10 +202,11 @@ def test_names_are_free_once(mixers):
 
 def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):
   broken = types.SimpleNamespace(load=lambda: 1 / 0, value="broken:module")
+  message = "one of dispatcher, .*; did you mean dispatcher[?] .dpjax.register_mixer adds another"
   monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [broken])
   registry.load_plugins.cache_clear()
-  with pytest.raises(dpjax.UserError, match="did you mean dispatcher"):
-    config_lib.mixer("dispatchr")
+  with pytest.raises(dpjax.UserError, match=message):
+    config_lib.mixer("dispacher")
   assert "broken:module cannot be imported (ZeroDivisionError" in caplog.text
   registry.load_plugins.cache_clear()
 

@@ -64,7 +64,6 @@ def test_the_table(folder, capsys):
   assert rows[-1][:2] == ["3", "seeds:"]
   for arguments, message in (
     ("runs/worse --baseline=runs", "workdir: expected runs seed_<n> in runs, got none"),
-    ("runs/worse --baseline=runs/none --split=valid", "--split: expected scores_valid.* 0 of"),
     ("runs/worse --baseline=runs/none --score=beauty", "--score: expected one of .* got beauty"),
   ):
     with pytest.raises(SystemExit, match=message):
@@ -94,7 +93,7 @@ def test_scores_are_those_of_the_best_checkpoint(folder, tmp_path):
     significance.read_scores(a)
 
 
-@pytest.mark.parametrize("text", ["{", "[3]", "{}"])
+@pytest.mark.parametrize("text", ["[3]", "{}"])
 def test_damaged_scores(folder, tmp_path, text):
   a = folder("a", {0: 1.0, 1: 2.0})
   (tmp_path / "a/seed_1/scores_test_12.json").write_text(text)
