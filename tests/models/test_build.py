@@ -137,8 +137,13 @@ def rotary(features):
 # tests/test_config.py and tests/test_hostile.py have those of single settings.
 REFUSED = [
   (settings(vocab_size=0), "vocab_size: expected the tokenizer's size, got 0"),
+  (
+    settings(boundaries=config_lib.boundaries("routing", weight=-0.1)),
+    "boundaries.weight: expected at least 0",
+  ),
   (threshold(run=""), "boundaries.run: expected the folder of a run, got ''"),
   (threshold(theta=None), "boundaries.theta: expected a number, which dpjax calibrate"),
+  (threshold(rule="globl"), "boundaries.rule: expected one of global, .*; did you mean global"),
   (threshold(theta_add=0.1), "boundaries.theta_add: expected 0 with the rule global, got 0.1"),
   (
     two_stages(inner="whitespace"),

@@ -133,6 +133,7 @@ def test_a_model_is_its_equations_and_causal(case):
   config = configure(**EQUATIONS[case])
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 8, 1 / 3)
+  assert ("final_norm" in params) == (config.norm_position == "pre")
   apply = partial(jax.jit(model.apply), {"params": params})
   settings = json.loads(json.dumps(config.to_dict()))
   exact = {name: np.float64(x) for name, x in flatten_dict(params, sep=".").items()}
