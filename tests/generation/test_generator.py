@@ -21,26 +21,26 @@ from tests import helpers
 
 ONE = dict(num_layers=1)
 POOLED = dict(mixer="relative_attention", positions="none", first=ONE, last=ONE, **ONE)
-WINDOW, LETTERS = 11, "abcdefg hij\n"
+WINDOW, LETTERS = 21, "abcdefg hij\n"
 
 
-def make(
-  tokenizer=None, seed=2, scale=6, mixer="dispatcher", boundaries="none", own=None, **changes
-):
+def make(tokenizer=None, seed=2, mixer="dispatcher", boundaries="none", sample=False, **changes):
   """A generator and parameters for it, of weights so large that it is sure of itself.
 
-  `own` are settings of the mixer and the boundaries; without a seed there are no parameters.
+  `sample` is a setting of some boundaries; without a seed there are no parameters.
   """
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
-  config, own = config_lib.default(), dict(num_heads=3, space_ids=tokenizer.space_ids) | (own or {})
-  config.model.mixer = helpers.component(registry.mixers, mixer, **own)
-  config.model.boundaries = helpers.component(registry.boundaries, boundaries, **own)
+  config = config_lib.default()
+  config.model.mixer = helpers.component(registry.mixers, mixer, num_heads=3)
+  config.model.boundaries = helpers.component(
+    registry.boundaries, boundaries, space_ids=tokenizer.space_ids, sample=sample
+  )
   usual = dict(num_layers=2, width=12, feed_forward_width=20, max_length=WINDOW)
   config.model.update(dict(vocab_size=tokenizer.vocab_size, **usual) | changes)
   model, params = build_model(config.model), {}
   if seed is not None:
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
-    params = jax.tree.map(lambda x: scale * x, params)
+    params = jax.tree.map(lambda x: 6 * x, params)
   return Generator(config.model, config.sample, model, tokenizer), params
 
 
@@ -56,10 +56,10 @@ def pass_by_hand(generator):
   model, reach = generator._model, generator._window
 
   @jax.jit
-  def call(params, tokens, count, place, keys):
-    noise = _noise(keys, place, reach)
-    known = {"boundary_noise": noise} if generator._draws_boundaries else {}
-    return model.apply({"params": params}, tokens, **known).logits[0, count - 1]
+  def call(params, tokens, count, position, keys):
+    noise = _noise(keys, position, reach)
+    noise_input = {"boundary_noise": noise} if generator._draws_boundaries else {}
+    return model.apply({"params": params}, tokens, **noise_input).logits[0, count - 1]
 
   return call
 
@@ -72,15 +72,15 @@ def step_by_hand(generator):
   @jax.jit
   def call(params, token, cache, keys):
     noise = _noise(keys, cache.length, 1)
-    known = {"boundary_noise": noise} if generator._draws_boundaries else {}
-    output = model.apply({"params": params}, token, cache=cache, **known)
+    noise_input = {"boundary_noise": noise} if generator._draws_boundaries else {}
+    output = model.apply({"params": params}, token, cache=cache, **noise_input)
     return output.logits[0, 0], output.cache
 
   return call
 
 
 def by_hand(
-  maker, prompt: str, length: int, *, temperature=0.0, key=None, goes_on=False
+  maker, prompt: str, length: int, *, temperature: float, key: jax.Array, goes_on: bool
 ) -> tuple[list[int], list[bool]]:
   """A row alone, token by token: a full pass over the last window for each.
 
@@ -90,7 +90,7 @@ def by_hand(
     The tokens, and for each whether another one was almost as good.
   """
   generator, params = maker
-  key, tokenizer = jax.random.key(0) if key is None else key, generator._tokenizer
+  tokenizer = generator._tokenizer
   row = tokenizer.encode(prompt).tolist() or [tokenizer.start_id]
   reach, before, is_close = generator._window, len(row), []
   if goes_on:
@@ -106,8 +106,8 @@ def by_hand(
       # Behind what is real stands anything: the model is causal.
       tokens = np.zeros((1, reach), np.int32)
       tokens[0, : len(seen)] = seen
-      place = np.array([len(row) - len(seen)], np.int32)
-      logits = pass_by_hand(generator)(params, tokens, len(seen), place, key[None])
+      position = np.array([len(row) - len(seen)], np.int32)
+      logits = pass_by_hand(generator)(params, tokens, len(seen), position, key[None])
     if temperature:
       noise = jax.random.gumbel(jax.random.fold_in(key, len(row)), logits.shape)
       logits = logits / temperature + noise
@@ -115,13 +115,6 @@ def by_hand(
     is_close.append(bool(best - second < 1e-3))
     row.append(int(jnp.argmax(logits)))
   return row[before:], is_close
-
-
-def greedy_by_hand(maker, prompts, length: int) -> list[str]:
-  """From a full pass for every token."""
-  rows = [by_hand(maker, prompt, length) for prompt in prompts]
-  assert not any(any(is_close) for _, is_close in rows)
-  return [maker[0]._tokenizer.decode(tokens) for tokens, _ in rows]
 
 
 @pytest.fixture(scope="module")
@@ -158,17 +151,15 @@ def test_prompts_of_a_bucket_and_other_settings_compile_nothing(dispatcher):
 
 WRONG = [
   (dict(prompts=["abc\u00e4x"]), "prompt: expected characters of the vocabulary, got '\u00e4' "),
-  (dict(prompts=["a" * 12]), r"prompt: expected 1 to 11 tokens .* got 12"),
+  (dict(prompts=["a" * 22]), r"prompt: expected 1 to 21 tokens .* got 22"),
   (dict(prompts=[]), "prompts: expected at least one text, got"),
   (dict(prompts="abc"), "prompts: expected at least one text, got 'abc'"),
   (dict(prompts=["abc", 5]), "prompt: expected a text, got 5"),
-  (dict(length=2.5), "length: expected a value of type int, got 2.5"),
   (dict(num_samples=0), "num_samples: expected an integer of at least 1, got 0"),
   (dict(seed=2**32), "seed: expected below"),
   *((dict(stop=x), "stop: expected texts of one token each, got ") for x in (["ab"], "z", [""])),
   (dict(top_p=0.0), "top_p: expected above 0, got 0.0"),
-  (dict(overflow="go"), "overflow: expected one of slide, cont"),
-  (dict(length=10, overflow="error"), "length: expected at most 9 after a prompt of"),
+  (dict(length=20, overflow="error"), "length: expected at most 19 after a prompt of"),
 ]
 
 
@@ -191,19 +182,22 @@ def test_models_that_end_with_their_window_say_so():
     generator, params = make(**settings, seed=None)
     message = f"overflow: expected slide or error with {what}, which ends with the mod"
     with pytest.raises(ValueError, match=message):
-      generator.stream(params, ["abc"], length=10, overflow="continue")
-    generator.stream(params, ["abc"], length=9, overflow="continue")
+      generator.stream(params, ["abc"], length=20, overflow="continue")
+    generator.stream(params, ["abc"], length=19, overflow="continue")
+  generator, params = without_cache()
+  with pytest.raises(ValueError, match="overflow: expected slide or error with a mixer that has"):
+    generator.stream(params, ["abc"], length=3, overflow="continue")
 
 
 def test_from_a_folder_with_the_settings_of_the_run(finished):
   workdir, run, _ = finished
-  texts = dpjax.load(workdir).generate("the ", num_samples=2)
+  text = dpjax.load(workdir).generate("the ")[0]
   settings = dict(run.config.sample)
-  assert settings.pop("prompt") and settings["length"] == 9
-  assert texts == run.generate("the ", num_samples=2)
-  assert texts == run.generate("the ", num_samples=2, **settings)
-  assert texts == run.generate(["the ", "a"], num_samples=2)[0]
-  assert "".join(x[0].text for x in run.stream("the ", length=9)) == texts[0]
+  assert settings.pop("prompt") and settings["length"] == len(text) == 9
+  assert [text] == run.generate("the ") == run.generate("the ", **settings)
+  assert text == "".join(x[0].text for x in run.stream("the ", length=9))
+  first, second = run.generate(["the ", "a"])
+  assert [text] == first and len(second) == 1
 
 
 class Averages(nn.Module):
@@ -228,18 +222,9 @@ def without_cache():
   return Generator(generator._settings, generator._sample, model, generator._tokenizer), params
 
 
-def test_a_mixer_without_a_cache_writes_by_full_passes():
-  maker, prompts = without_cache(), ["abcb", "j", "gfedcba"]
-  texts = write(maker, prompts, length=14, temperature=0.0)
-  assert texts == greedy_by_hand(maker, prompts, 14)
-  assert write(maker, ["j"], length=5, temperature=0.0) == [texts[1][:5]]
-  with pytest.raises(ValueError, match="overflow: expected slide or error with a m"):
-    write(maker, prompts, length=3, overflow="continue")
-
-
 def draw_case(maker, rng) -> dict:
   """Prompts of any lengths, and settings that these allow."""
-  kind = maker[0]._settings
+  mixer = maker[0]._settings.mixer.name
   beyond = rng.choice(["slide", "slide", "slide", "continue", "error"])
   if not maker[0]._has_cache and beyond == "continue":
     beyond = "slide"
@@ -247,7 +232,7 @@ def draw_case(maker, rng) -> dict:
   if rng.integers(4) == 0:
     sizes, count = sizes[:1], 3
   longest = WINDOW + 1 - max(1, *sizes)
-  is_unbounded = beyond == "slide" or (beyond == "continue" and kind.mixer.name != "attention")
+  is_unbounded = beyond == "slide" or (beyond == "continue" and mixer != "attention")
   length = int(rng.integers(1, 2 * WINDOW + 4 if is_unbounded else longest + 1))
   prompts = ["".join(rng.choice(list(LETTERS), size)) for size in sizes]
   return dict(
@@ -276,49 +261,43 @@ def check_case(maker, case: dict, rng) -> None:
   for (_, tokens, is_close), pieces in zip(rows, zip(*chunks, strict=True), strict=True):
     count = next((n for n, token in enumerate(tokens) if token in stops), None)
     used = len(tokens) if count is None else count + 1
-    found, certain = "".join(piece.text for piece in pieces), count
+    text_of_row, certain = "".join(piece.text for piece in pieces), count
     if any(is_close[:used]):
-      found, certain = found[: is_close.index(True)], is_close.index(True)
+      text_of_row, certain = text_of_row[: is_close.index(True)], is_close.index(True)
     else:
       ends = sum(piece.num_tokens for piece in pieces), pieces[-1].is_stopped
       assert ends == (used, count is not None), (case, stops)
-    assert found == decode(tokens[:certain]), (case, stops)
+    assert text_of_row == decode(tokens[:certain]), (case, stops)
 
 
-def test_a_row_is_the_row_alone(dispatcher):
-  rng = np.random.default_rng(5)
-  for _ in range(7):
-    check_case(dispatcher, draw_case(dispatcher, rng), rng)
-  # The longer row stops in the chunk in which it would leave the window.
-  maker = make(max_length=24)
-  case = dict(prompts=["abc hij def gab cde fg", "abc"], num_samples=1, length=30)
-  for seed in range(3):
-    check_case(maker, dict(**case, overflow="slide", temperature=1.0, seed=seed), rng)
-
-
-SEARCHED = {
-  **{name: dict(mixer=name) for name in ("dispatcher_multihead", "attention", "she", "he", "we")},
-  "me": dict(mixer="me"),
+CASES = {
+  "dispatcher": None,
+  **{name: dict(mixer=name) for name in ("attention", "he")},
   "relative_attention": dict(mixer="relative_attention", positions="none"),
-  "dispatcher": dict(own=dict(num_levels=3)),
   "words": dict(boundaries="whitespace", **POOLED),
-  "fixed": dict(boundaries="fixed", own=dict(shortening_factor=3), **POOLED),
-  "drawn": dict(boundaries="gumbel", own=dict(sample=True), **POOLED),
+  "drawn": dict(boundaries="gumbel", sample=True, **POOLED),
   "routing": dict(boundaries="routing", **POOLED),
+  "no cache": None,
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SEARCHED, "no cache"])
-def test_any_row_is_the_row_alone(name, monkeypatch):
-  number = [*SEARCHED, "no cache"].index(name)
-  monkeypatch.setattr(generator_lib, "_CHUNK", (16, 5, 7)[number % 3])
-  monkeypatch.setattr(generator_lib, "_CHUNK_OF_PASSES", (4, 3, 1)[number % 3])
-  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
-  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
-  maker = make(**SEARCHED[name]) if name in SEARCHED else without_cache()
-  rng = np.random.default_rng(number)
-  for _ in range(20):
+@pytest.mark.parametrize("name", [helpers.slow_unless(x == "dispatcher", x) for x in CASES])
+def test_a_row_is_the_row_alone(name, dispatcher, monkeypatch):
+  number = [*CASES].index(name)
+  rng = np.random.default_rng(5 + number)
+  if name == "dispatcher":
+    # The longer row stops in the chunk in which it would leave the window.
+    case = dict(prompts=["abc hij def gab cd", "abc"], num_samples=1, length=30, overflow="slide")
+    for seed in range(3):
+      check_case(dispatcher, dict(**case, temperature=1.0, seed=seed), rng)
+    maker = dispatcher
+  else:
+    monkeypatch.setattr(generator_lib, "_CHUNK", (16, 5, 7)[number % 3])
+    monkeypatch.setattr(generator_lib, "_CHUNK_OF_PASSES", (4, 3, 1)[number % 3])
+    monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
+    monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
+    maker = without_cache() if name == "no cache" else make(**CASES[name])
+  for _ in range(8):
     check_case(maker, draw_case(maker, rng), rng)
 
 
@@ -326,14 +305,18 @@ def test_any_row_is_the_row_alone(name, monkeypatch):
   "changes",
   [
     dict(mixer="attention", num_layers=1),
-    helpers.slow_unless(False, dict(mixer="relative_attention", positions="none")),
     helpers.slow_unless(False, dict(boundaries="whitespace", **POOLED)),
   ],
+  ids=["attention", "words"],
 )
 def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
+  # The second fills what a middle holds: a padded prompt and its null group.
+  calls = [
+    (["abc", "ab cdefg"], dict(length=19, overflow="error", temperature=0.7)),
+    (["ab cdefghi"], dict(length=5, overflow="error")),
+  ]
   maker = make(max_length=29, **changes)
-  prompts, settings = ["abc", "ab cdefg"], dict(length=19, overflow="error", temperature=0.7)
-  expected, slots = write(maker, prompts, **settings), []
+  expected, slots = [write(maker, prompts, **settings) for prompts, settings in calls], []
   monkeypatch.setattr(generator_lib, "_CHUNK", 4)
   monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
   monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
@@ -345,35 +328,21 @@ def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
     return advance(params, state, *rest)
 
   generator._advance[True] = spy
-  assert write((generator, params), prompts, **settings) == expected
-  assert slots == [16, 16, 29, 29, 29]
-
-
-@pytest.mark.slow
-def test_a_middle_holds_a_padded_prompt_and_its_null_group(monkeypatch):
-  maker = make(max_length=29, boundaries="whitespace", **POOLED)
-  expected = write(maker, ["ab cdefghi"], length=5, overflow="error")
-  monkeypatch.setattr(generator_lib, "_CHUNK", 4)
-  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
-  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
-  maker = make(max_length=29, boundaries="whitespace", **POOLED)
-  assert write(maker, ["ab cdefghi"], length=5, overflow="error") == expected
+  texts = [write((generator, params), prompts, **settings) for prompts, settings in calls]
+  assert texts == expected and slots[:5] == [16, 16, 29, 29, 29]
 
 
 def test_bfloat16_weights_of_a_float32_model(dispatcher):
-  settings = dict(length=9, seed=3, overflow="continue")
-  generator, _ = make(seed=None, dtype="bfloat16")
-  text = write(dispatcher, ["abc"], dtype="bfloat16", **settings)
-  assert text == write((generator, dispatcher[1]), ["abc"], **settings)
-  model, layers = generator._model, generator._by_layer(dispatcher[1])
-  assert dispatcher[0]._in_bfloat16._model == model
+  generator, params = dispatcher
+  text = write(dispatcher, ["abc"], length=9, dtype="bfloat16", overflow="continue")[0]
+  assert len(text) == 9
+  rounded, _ = make(seed=None, dtype="bfloat16")
+  model, layers = rounded._model, rounded._by_layer(params)
+  assert generator._in_bfloat16._model == model
   assert layers["layers"]["0"]["feed_forward"]["hidden"]["kernel"].dtype == jnp.bfloat16
-  tokens = jnp.asarray([[1, 3, 2]])
-  found, expected = (
-    model.apply({"params": x}, tokens, cache=model.init_cache(1)).logits
-    for x in (layers, model.unstack(dispatcher[1]))
-  )
-  np.testing.assert_array_equal(found, expected)
+  tokens, cache = np.array([[1, 3, 2]]), model.init_cache(1)
+  run = jax.jit(lambda params: model.apply({"params": params}, tokens, cache=cache).logits)
+  np.testing.assert_array_equal(run(layers), run(model.unstack(params)))
 
 
 def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():

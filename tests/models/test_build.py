@@ -13,8 +13,8 @@ from tests import helpers
 
 
 def settings(mixer="dispatcher", boundaries="none", **changes):
-  usual = dict(max_length=13, positions="sinusoidal", activation="relu")
-  return helpers.model_settings(mixer, boundaries, **usual | changes)
+  defaults = dict(max_length=13, positions="sinusoidal", activation="relu")
+  return helpers.model_settings(mixer, boundaries, **defaults | changes)
 
 
 BFLOAT16 = jnp.dtype("bfloat16")
@@ -71,15 +71,14 @@ def test_every_setting_arrives(mixer):
   "boundaries, options, derived",
   [
     ("fixed", dict(shortening_factor=5, offset=3, pooling="last"), {}),
-    ("whitespace", dict(space_ids=(4, 7), num_buckets=3, pooling="last"), {}),
     ("gumbel", dict(temperature=0.7, sample=True), dict(predictor_width=10, **DRAWN)),
   ],
 )
 def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
   last = dict(mixer=config_lib.mixer("relative_attention", num_heads=2), num_layers=4)
   first = dict(mixer=config_lib.mixer("dispatcher"), num_layers=1)
-  kind = config_lib.boundaries(boundaries, **options)
-  config = settings("attention", kind, num_layers=3, first=first, last=last, **SETTINGS)
+  section = config_lib.boundaries(boundaries, **options)
+  config = settings("attention", section, num_layers=3, first=first, last=last, **SETTINGS)
   predictor = registry.boundaries.component(boundaries)(**options, **derived)
   hourglass = models.Hourglass(
     width=6,
@@ -95,11 +94,11 @@ def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
   assert build_boundaries(config) == (predictor,)
 
 
-def two_stages(outer=None, inner=None, **middle):
-  first = dict(num_layers=1)
-  stage = config_lib.middle(inner or config_lib.boundaries("fixed"), **dict(width=10) | middle)
-  stage.first.num_layers = stage.last.num_layers = middle.get("layers", 1)
-  return settings("relative_attention", outer or "routing", middle=stage, first=first, last=first)
+def two_stages(inner="fixed", width=10, **changes):
+  changes |= {name: dict(num_layers=1) for name in ("first", "last")}
+  stage = config_lib.middle(inner, width=width)
+  stage.first.num_layers = stage.last.num_layers = 1
+  return settings("relative_attention", "routing", middle=stage, **changes)
 
 
 def test_the_settings_of_the_frame_arrive():
@@ -126,62 +125,53 @@ def test_the_settings_of_the_frame_arrive():
   assert dpjax.build_model(plain).final_norm is not None
 
 
-THRESHOLD = dict(run="a", theta=1.0)
+def threshold(**changes):
+  section = config_lib.boundaries("entropy_threshold", **dict(run="a", theta=1.0) | changes)
+  return settings(boundaries=section)
 
 
-def kind(name, **own):
-  return lambda: settings("dispatcher", config_lib.boundaries(name, **own))
-
-
-def padded(**middle):
-  config = two_stages(**middle)
-  config.middle_resize = "padding"
-  return config
-
-
-def threshold(**own):
-  return kind("entropy_threshold", **THRESHOLD | own)
-
-
-def stage(name, **own):
-  return lambda: two_stages(inner=config_lib.boundaries(name, **own))
+def rotary(features):
+  return settings(config_lib.mixer("attention", num_heads=3, rotary_features=features))
 
 
 # tests/test_config.py and tests/test_hostile.py have those of single settings.
-@pytest.mark.parametrize(
-  "make, message",
-  [
-    (lambda: settings(vocab_size=0), "vocab_size: expected the tokenizer's size, got 0"),
-    (kind("routing", weight=-0.1), "boundaries.weight: expected at least 0"),
-    (threshold(run=""), "boundaries.run: expected the folder of a run, got ''"),
-    (threshold(theta=None), "boundaries.theta: expected a number, which dpjax calibrate"),
-    (threshold(rule="globl"), "boundaries.rule: expected one of global, .*; did you mean global"),
-    (threshold(theta_add=0.1), "boundaries.theta_add: expected 0 with the rule global, got 0.1"),
-    (threshold(pooling="max"), "boundaries.pooling: expected one of"),
-    (stage("whitespace"), "middle.boundaries: .* none, fixed, gumbel, flexitokens, routing"),
-    (stage("gumbel", sample=True), "middle.boundaries: .* in evaluation, got gumbel"),
-    (lambda: two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
-    (lambda: two_stages(width=-1), "middle.width: expected at least 0"),
-    (lambda: two_stages(outer="none"), "first.num_layers: expected 2"),
-    (
-      lambda: settings(stack_norms=True),
-      "stack_norms: expected False with model.norm_position = p",
-    ),
-    (
-      lambda: settings(residual_dtype="float32"),
-      "residual_dtype: expected model with model.norm_p",
-    ),
-    (lambda: padded(width=4), "middle.width: expected 0 or at least the 6 around it"),
-    (
-      lambda: settings(config_lib.mixer("attention", num_heads=3, rotary_features=4)),
-      "mixer.rotary_features: expected None or at most the 2 features of a head, got 4",
-    ),
-    (
-      lambda: settings(config_lib.mixer("attention", rotary_features=3)),
-      "mixer.rotary_features: expected None or an even number from 2 on, got 3",
-    ),
-  ],
-)
-def test_refusals(make, message):
+REFUSED = [
+  (settings(vocab_size=0), "vocab_size: expected the tokenizer's size, got 0"),
+  (
+    settings(boundaries=config_lib.boundaries("routing", weight=-0.1)),
+    "boundaries.weight: expected at least 0",
+  ),
+  (threshold(run=""), "boundaries.run: expected the folder of a run, got ''"),
+  (threshold(theta=None), "boundaries.theta: expected a number, which dpjax calibrate"),
+  (threshold(rule="globl"), "boundaries.rule: expected one of global, .*; did you mean global"),
+  (threshold(theta_add=0.1), "boundaries.theta_add: expected 0 with the rule global, got 0.1"),
+  (
+    two_stages(inner="whitespace"),
+    "middle.boundaries: .* none, fixed, gumbel, flexitokens, routing",
+  ),
+  (
+    two_stages(inner=config_lib.boundaries("gumbel", sample=True)),
+    "middle.boundaries: .* in evaluation, got gumbel",
+  ),
+  (two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
+  (
+    two_stages(width=4, middle_resize="padding"),
+    "middle.width: expected 0 or at least the 6 around it",
+  ),
+  (settings(stack_norms=True), "stack_norms: expected False with model.norm_position = p"),
+  (settings(residual_dtype="float32"), "residual_dtype: expected model with model.norm_p"),
+  (
+    rotary(4),
+    "mixer.rotary_features: expected None or at most the 2 features of a head, got 4",
+  ),
+  (
+    rotary(3),
+    "mixer.rotary_features: expected None or an even number from 2 on, got 3",
+  ),
+]
+
+
+@pytest.mark.parametrize("config, message", REFUSED)
+def test_refusals(config, message):
   with pytest.raises(ValueError, match=f"^model.{message}"):
-    dpjax.build_model(make())
+    dpjax.build_model(config)

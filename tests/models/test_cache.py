@@ -25,8 +25,8 @@ NOISE = np.random.default_rng(3).uniform(0.1, 0.9, (BATCH, LENGTH)).astype(np.fl
 IDS = dict(space_ids=(SPACE,))
 
 
-def mixer(name, **own):
-  return helpers.component(registry.mixers, name, **dict(num_heads=2) | own)
+def mixer(name, **settings):
+  return helpers.component(registry.mixers, name, **dict(num_heads=2) | settings)
 
 
 def plain(name, **changes):
@@ -35,32 +35,26 @@ def plain(name, **changes):
 
 def pooled(boundaries, middle="relative_attention", first=None, last=None, outer=1, **changes):
   """Settings of a pooled model; `boundaries` are a name and its settings."""
-  kind = helpers.component(registry.boundaries, **dict(num_buckets=2) | boundaries)
+  section = helpers.component(registry.boundaries, **dict(num_buckets=2) | boundaries)
   stacks = {
     name: dict(num_layers=outer)
     | ({} if x is None else dict(mixer=mixer(x) if isinstance(x, str) else x))
     for name, x in (("first", first), ("last", last))
   }
-  return helpers.model_settings(middle, kind, **stacks, **changes)
+  return helpers.model_settings(middle, section, **stacks, **changes)
 
 
 def modern():
-  own = mixer("attention", use_bias=False, rotary_base=30.0)
+  settings = mixer("attention", use_bias=False, rotary_base=30.0)
   frame = dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False)
-  return plain(own, width=8, norm_position="pre", positions="none", **frame)
+  return plain(settings, width=8, norm_position="pre", positions="none", **frame)
 
 
 FIXED_0 = dict(name="fixed", shortening_factor=3, offset=0, pooling="last")
 BYTES = dict(name="spacebyte", space_ids=(SPACE, 5, 9), end_ids=(SPACE, 7))
 # Settings, and the schedule of chunks.
 CASES = {
-  "dispatcher": (plain("dispatcher"), "steps"),
   "modern": (modern(), "chunks"),
-  "we": (plain("we", positions="learned", norm_position="pre", scan_layers=False), "steps"),
-  "in turn": (
-    plain(("we", mixer("relative_attention"), mixer("local_attention", window=3)), num_layers=4),
-    "chunks",
-  ),
   "in turn in the middle": (
     pooled(
       dict(name="fixed", shortening_factor=3),
@@ -70,7 +64,6 @@ CASES = {
     ),
     "steps",
   ),
-  "fixed": (pooled(dict(name="fixed", shortening_factor=3)), "chunks"),
   "offset 0": (pooled(FIXED_0, "we", last="attention", positions="sinusoidal"), "steps"),
   "whitespace": (
     pooled(dict(name="whitespace", **IDS), "dispatcher", "attention", "relative_attention"),
@@ -89,12 +82,11 @@ CASES = {
     pooled(dict(name="entropy", pooling="last"), first="she", last="dispatcher", outer=2),
     "steps",
   ),
-  "gumbel": (pooled(dict(name="gumbel", num_buckets=1, **IDS)), "steps"),
   "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
-DEFAULT = ("modern", "in turn in the middle", "routing")
+DEFAULT = ("modern", "in turn in the middle")
 SEEDS = {"gumbel": 2, "routing": 6}  # of parameters of which nothing is nearly a tie
-BY_LAYER = ("we", "in turn", "fixed", "unigram", "entropy")  # steps with `unstack`ed parameters
+BY_LAYER = ("unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def balance(params, output):
@@ -116,9 +108,9 @@ def test_chunks_are_the_whole(case):
       # Without a direction that all vectors have in common.
       norm = params["hourglass"]["first"][name]
       norm["bias"] = jnp.zeros_like(norm["bias"])
-  whole = jax.jit(model.apply)
-  balance(params, whole({"params": params}, TOKENS))
-  expected = whole({"params": params}, TOKENS)
+  full = jax.jit(model.apply)
+  balance(params, full({"params": params}, TOKENS))
+  expected = full({"params": params}, TOKENS)
   helpers.assert_sure(expected.boundary_logits)
   assert expected.logits.std() > 0.5
   if expected.boundaries is not None:
@@ -136,14 +128,14 @@ def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
   config = pooled(dict(name="gumbel", num_buckets=1), "dispatcher", num_layers=1)
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 2, 1 / 2)
-  step, whole = helpers.make_step(model, params), jax.jit(model.apply)
-  given = np.asarray(SPACES)[:, ::-1].copy()
-  given[2, 0] = 1
+  step, full = helpers.make_step(model, params), jax.jit(model.apply)
+  boundaries_bt = np.asarray(SPACES)[:, ::-1].copy()
+  boundaries_bt[2, 0] = 1
   schedule = [(9, (9, 4, 0)), (9, (1, 1, 9)), (9, (4, 9, 5)), (9, (9, 9, 9))]
-  for options in (dict(boundaries=given), dict(boundary_noise=NOISE)):
-    found = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
-    expected = whole({"params": params}, TOKENS, **options)
-    helpers.assert_found(found, expected)
+  for options in (dict(boundaries=boundaries_bt), dict(boundary_noise=NOISE)):
+    outputs = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
+    expected = full({"params": params}, TOKENS, **options)
+    helpers.assert_found(outputs, expected)
   logits = np.asarray(expected.boundary_logits)
   helpers.assert_sure(logits + np.log(NOISE / (1 - NOISE)))
   assert (np.asarray(expected.boundaries) != (logits > 0)).any()
@@ -155,26 +147,25 @@ CHUNKS += [(5, (1, 5, 5)), (1, (0, 0, 1))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_taps", [False, True], ids=["levels", "taps"])
-def test_beyond_the_window_it_goes_on_as_a_longer_one_would(has_taps):
-  if has_taps:
-    mixers = ["he", "me", "we"]
-  else:
-    mixers = [mixer("dispatcher", num_levels=3), None, "dispatcher_multihead"]
-  short, long = (pooled(dict(name="whitespace", num_buckets=1, **IDS), *mixers) for _ in range(2))
-  short.update(max_length=8, positions="sinusoidal")
-  long.update(max_length=LENGTH, positions="sinusoidal")
-  for config in (short, long):
-    if not has_taps:
-      config.last.mixer.num_levels = 3
-  short, long = dpjax.build_model(short), dpjax.build_model(long)
+def test_beyond_the_window_it_goes_on_as_a_longer_one_would():
+  levels = mixer("dispatcher", num_levels=3), mixer("dispatcher_multihead", num_levels=3)
+  short, long = (
+    dpjax.build_model(
+      pooled(
+        dict(name="whitespace", num_buckets=1, **IDS),
+        *(levels[0], "we", levels[1]),
+        max_length=max_length,
+        positions="sinusoidal",
+      )
+    )
+    for max_length in (8, LENGTH)
+  )
   params = helpers.draw_params(short, 4, 1 / 2)
-  caches = short.init_cache(BATCH)
   # More segments than the window of the middle has places.
   tokens = np.where(np.arange(LENGTH) % 7 < 4, SPACE, TOKENS)
   expected = jax.jit(long.apply)({"params": helpers.lengthen(params, long)}, tokens)
-  found = helpers.by_chunks(helpers.make_step(short, params), caches, tokens, CHUNKS)
-  helpers.assert_found(found, expected)
+  step, cache = helpers.make_step(short, params), short.init_cache(BATCH)
+  helpers.assert_found(helpers.by_chunks(step, cache, tokens, CHUNKS), expected)
 
 
 @pytest.mark.parametrize(

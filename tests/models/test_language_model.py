@@ -20,67 +20,41 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 
 def configure(mixer="dispatcher", boundaries="none", **changes):
-  usual = dict(vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
-  usual |= dict(positions="sinusoidal", activation="relu")
-  return helpers.model_settings(mixer, boundaries, **usual | changes)
+  defaults = dict(vocab_size=VOCAB, num_layers=LAYERS, max_length=11)
+  defaults |= dict(positions="sinusoidal", activation="relu")
+  return helpers.model_settings(mixer, boundaries, **defaults | changes)
 
 
 def make(mixer="dispatcher", boundaries="none", **changes):
   return dpjax.build_model(configure(mixer, boundaries, **changes))
 
 
-def random_key(seed):
-  """Of the generator that is compiled fastest."""
-  return jax.random.key(seed, impl="unsafe_rbg")
-
-
-KEY = random_key(3)
+KEY = jax.random.key(3, impl="unsafe_rbg")  # of the generator that is compiled fastest
 
 
 def draw_params(model):
   return helpers.draw_params(model, 1, 1 / 2)
 
 
-def loss_and_grads(model, params):
-  """With dropout where the model has it, always from the same key."""
-
-  def loss(params):
-    output = model.apply(
-      {"params": params}, TOKENS, deterministic=False, rngs={"dropout": random_key(2)}
-    )
-    logits = output.logits.astype(jnp.float32)
-    return jnp.mean(jnp.sin(logits)), logits
-
-  return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-
-
-LEVELS = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
-IN_TURN = dict(mixer=("short_convolution", "me"), num_layers=3, dropout=0.2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "settings, change",
-  [
-    (settings, change)
-    for settings in (dict(mixer=LEVELS, dropout=0.2, hidden_dropout=0.3), IN_TURN)
-    for change in ("remat", "scan_layers")
-  ],
-)
-def test_scan_and_remat_change_nothing(settings, change):
+def test_scan_and_remat_change_nothing():
+  levels = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
+  settings = dict(mixer=("me", levels), num_layers=3, dropout=0.2, hidden_dropout=0.3)
   params = draw_params(make(**settings))
-  expected = loss_and_grads(make(**settings), params)
-  got = loss_and_grads(make(**settings, **{change: change == "remat"}), params)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected)
-  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(got[1]["layers"]))
 
+  def run(**changes):
+    model = make(**settings, **changes)
 
-# Layers of which whole periods and a part of one are there.
-THREE = LEVELS, "we", config_lib.mixer("relative_attention", num_heads=3, dropout=0.1)
+    def loss(params):
+      options = dict(deterministic=False, rngs={"dropout": KEY})
+      return jnp.mean(jnp.sin(model.apply({"params": params}, TOKENS, **options).logits))
 
+    return jax.jit(jax.value_and_grad(loss))(params)
 
-def in_turn(**changes):
-  return make(THREE, **dict(num_layers=5, dropout=0.2, hidden_dropout=0.3) | changes)
+  expected = run()
+  assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(expected[1]["layers"]))
+  for changes in (dict(remat=True), dict(scan_layers=False)):
+    helpers.assert_trees_close(run(**changes), expected, rtol=1e-5, atol=1e-6)
 
 
 def make_block():
@@ -101,40 +75,34 @@ def test_a_stack_by_hand():
     models.LanguageModel(VOCAB, 6, 7).init_cache(2)
 
 
-@pytest.mark.slow
-def test_what_is_compiled_does_not_grow_with_the_periods():
-  def count(num_layers):
-    model = in_turn(num_layers=num_layers)
-    shapes = jax.eval_shape(model.init, random_key(0), TOKENS)["params"]
-    loss = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, TOKENS).logits))
-    return len(jax.jit(loss).lower(shapes).as_text().splitlines())
-
-  assert abs(count(12) - count(6)) < 10 < count(7) - count(6)
-
-
 def test_fewer_layers_than_mixers_take_the_first():
-  two, whole = in_turn(num_layers=2), make(("dispatcher", "we"), num_layers=2)
-  params, of_whole = (jax.eval_shape(x.init, KEY, TOKENS)["params"]["layers"] for x in (two, whole))
-  assert {*params} == {"rest"} and {*params["rest"]} == {"place_0", "place_1"}
-  assert {*of_whole} == {"period"}
+  shapes = [
+    jax.eval_shape(make(mixers, num_layers=2).init, KEY, TOKENS)["params"]["layers"]
+    for mixers in (("dispatcher", "we", "me"), ("dispatcher", "we"))
+  ]
+  assert {*shapes[0]} == {"rest"} and {*shapes[0]["rest"]} == {"place_0", "place_1"}
+  assert {*shapes[1]} == {"period"}
 
 
 def test_scan_and_remat_are_what_is_compiled():
-  def programs(**settings):
-    model = make("attention", **settings)
+  def lower(num_layers, **settings):
+    """The number of lines of the program, and whether it computes layers again."""
+    mixers = tuple(config_lib.mixer("attention", num_heads=heads) for heads in (2, 3))
+    model = make(mixers, num_layers=num_layers, **settings)
+    shapes = jax.eval_shape(model.init, KEY, TOKENS)["params"]
     loss = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, TOKENS).logits))
-    traced = jax.jit(loss).trace(draw_params(model))
-    return traced.lower().as_text(), str(traced.jaxpr)
+    traced = jax.jit(loss).trace(shapes)
+    return len(traced.lower().as_text().splitlines()), "remat" in str(traced.jaxpr)
 
-  lowered, jaxpr = programs()
-  assert "stablehlo.while" in lowered and "remat" not in jaxpr
-  lowered, jaxpr = programs(scan_layers=False, remat=True)
-  assert "stablehlo.while" not in lowered and "remat" in jaxpr
+  (four, is_remat), (five, _), (six, _) = map(lower, (4, 5, 6))
+  assert abs(six - four) < 10 < five - four and not is_remat
+  unrolled, is_remat = lower(4, scan_layers=False, remat=True)
+  assert unrolled > 1.5 * four and is_remat
 
 
 def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own():
   first, second = (
-    jax.jit(make("we", scan_layers=scan_layers).init)(random_key(3), TOKENS)["params"]
+    jax.jit(make("we", scan_layers=scan_layers).init)(KEY, TOKENS)["params"]
     for scan_layers in (True, False)
   )
   jax.tree.map(np.testing.assert_array_equal, first, second)
@@ -150,10 +118,10 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
 
 ROTARY = config_lib.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
 BARE = config_lib.mixer("he", adjustment=False, output_projection=False)
+# Of five layers, two are left after a whole period.
+THREE = "dispatcher", "we", config_lib.mixer("relative_attention", num_heads=3)
 EQUATIONS = {
-  "post": dict(positions="learned", activation="gelu"),
-  "pre": dict(norm_position="pre"),
-  "in turn": dict(mixer=THREE, num_layers=5),
+  "in turn": dict(mixer=THREE, num_layers=5, positions="learned", activation="gelu"),
   "extractors": dict(mixer=("she", "he", "we", "me", BARE), num_layers=5, norm_position="pre"),
   "modern": dict(mixer=ROTARY, width=12, norm_position="pre", positions="none")
   | dict(norm_type="rms_norm", activation="swiglu", tie_embeddings=True, use_bias=False),
@@ -165,44 +133,36 @@ def test_a_model_is_its_equations_and_causal(case):
   config = configure(**EQUATIONS[case])
   model = dpjax.build_model(config)
   params = helpers.draw_params(model, 8, 1 / 3)
+  assert ("final_norm" in params) == (config.norm_position == "pre")
   apply = partial(jax.jit(model.apply), {"params": params})
   settings = json.loads(json.dumps(config.to_dict()))
   exact = {name: np.float64(x) for name, x in flatten_dict(params, sep=".").items()}
-  whole = apply(TOKENS).logits
+  full = apply(TOKENS).logits
   expected = [numpy_model.forward(row, exact, settings) for row in TOKENS]
-  np.testing.assert_allclose(whole, expected, rtol=2e-5, atol=2e-5)
+  np.testing.assert_allclose(full, expected, rtol=2e-5, atol=2e-5)
   for position in (0, 3):
     changed = TOKENS.copy()
     changed[0, position] = (changed[0, position] + 1) % VOCAB
-    differs_bt = (abs(apply(changed).logits - whole) > 1e-5).any(axis=-1)
+    differs_bt = (abs(apply(changed).logits - full) > 1e-5).any(axis=-1)
     np.testing.assert_array_equal(differs_bt[0], np.arange(LENGTH) >= position)
     assert not differs_bt[1].any()
 
 
 @pytest.mark.parametrize(
   "settings",
-  [{}, dict(use_bias=False), dict(tie_embeddings=True, norm_position="pre", boundaries="fixed")],
-  ids=str,
+  [dict(use_bias=False), dict(tie_embeddings=True, norm_position="pre", boundaries="fixed")],
 )
 def test_the_output_layer_makes_the_logits(settings):
   model = make("we", num_layers=1, **settings)
   params = draw_params(model)
   output = jax.jit(model.apply)({"params": params}, TOKENS)
   kernel, bias = model.output_layer(params)
-  assert kernel.shape == (WIDTH, VOCAB)
-  assert (bias is None) == bool({*settings} & {"use_bias", "tie_embeddings"})
-  logits = output.hidden @ kernel + (0 if bias is None else bias[None, None])
-  np.testing.assert_allclose(output.logits, logits, rtol=1e-5, atol=1e-5)
+  assert kernel.shape == (WIDTH, VOCAB) and bias is None
+  np.testing.assert_allclose(output.logits, output.hidden @ kernel, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  "mixer, boundaries",
-  [("he", "none"), pytest.param("dispatcher", "gumbel", marks=pytest.mark.slow)],
-)
-def test_a_batch_on_a_mesh_with_explicit_axes(mixer, boundaries):
-  one = dict(num_layers=1)
-  outer = dict(first=one, last=one) if boundaries != "none" else {}
-  model = make(mixer, boundaries, **outer, **one)
+def test_a_batch_on_a_mesh_with_explicit_axes():
+  model = make("he", num_layers=1)
   params = draw_params(model)
   tokens = np.random.default_rng(2).integers(VOCAB, size=(16, 5))
 
@@ -214,7 +174,7 @@ def test_a_batch_on_a_mesh_with_explicit_axes(mixer, boundaries):
   expected = run(params, tokens)
   mesh = jax.make_mesh((8,), ("rows",))
   assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
-  rows, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ()))
-  got = run(jax.device_put(params, whole), jax.device_put(tokens, rows))
+  rows, full = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("rows",), ()))
+  got = run(jax.device_put(params, full), jax.device_put(tokens, rows))
   assert jax.typeof(got[0][1]).sharding.spec == jax.P("rows", None, None)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, expected)

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dpjax.errors import UserError
-from dpjax.training import checkpoints, sharding
+from dpjax.training import checkpoints
 from dpjax.training.checkpoints import Checkpoints
 from dpjax.training.step import TrainState
 from tests import helpers
@@ -54,7 +54,7 @@ def save(folder, steps, best=0):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def saved_steps(tmp_path_factory):
   """Checkpoints of steps 5 and 7, of which 5 is the best."""
   folder = tmp_path_factory.mktemp("made")
   save(folder, [3, 5, 7])
@@ -62,9 +62,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(made, tmp_path):
+def folder(saved_steps, tmp_path):
   """A copy of them."""
-  return Path(shutil.copytree(made, tmp_path / "checkpoints"))
+  return Path(shutil.copytree(saved_steps, tmp_path / "checkpoints"))
 
 
 def restored_step(folder) -> int:
@@ -84,37 +84,9 @@ def test_the_last_and_the_best_are_kept(tmp_path):
       restored, params = saved.restore_step(abstract().params, request)
       assert restored == step
       chex.assert_trees_all_equal(params, make_state(step).params)
-    with pytest.raises(UserError, match=r"step: expected one of \[5, 11, 13\], got 4"):
-      saved.restore_step(abstract().params, 4)
   save(tmp_path, [17], best=17)
   with Checkpoints(tmp_path) as saved:
     assert saved.steps() == [13, 17] and saved.best_step() == 17
-
-
-def test_nothing_saved(tmp_path):
-  with Checkpoints(tmp_path / "none") as saved:
-    assert saved.restore(abstract()) is None and saved.best_step() is None
-    with pytest.raises(UserError, match="workdir: expected a run with a checkpoint"):
-      saved.restore_step(abstract().params)
-  assert not (tmp_path / "none").exists()
-
-
-def test_parameters_are_read_without_the_moments_and_onto_any_devices(tmp_path):
-  params = make_state(5).params | {"u": jnp.arange(24.0)}
-  with Checkpoints(tmp_path, keep=2) as saved:
-    opt_state = optax.adam(0.1).init(params)
-    saved.save(make_state(5).replace(params=params, opt_state=opt_state), {})
-  places = sharding.state_sharding(params, sharding.make_mesh(), "fsdp")
-  target = jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, places
-  )
-  with Checkpoints(tmp_path) as saved:
-    _, found = saved.restore_step(target)
-  chex.assert_trees_all_equal(found, params)
-  shapes = {
-    name: {shard.data.shape for shard in leaf.addressable_shards} for name, leaf in found.items()
-  }
-  assert shapes == {"w": {(700, 11)}, "b": {(13,)}, "u": {(3,)}}
 
 
 def cut(path: Path):
@@ -134,16 +106,11 @@ def change_the_fingerprints(path: Path):
   path.write_text(json.dumps(meta))
 
 
-def remove(path: Path):
-  shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 DAMAGE = [
   (flip_a_bit, "state/d/*"),
   (change_the_fingerprints, "meta/metadata"),
   (cut, "meta/metadata"),
-  (remove, "meta"),
-  (remove, "state/d/*"),
+  (shutil.rmtree, "meta"),
 ]
 
 
@@ -172,26 +139,18 @@ def test_an_error_of_the_file_system_is_no_damage(folder, monkeypatch):
   assert restored_step(folder) == 7
 
 
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (
-      dict(w=None, v=jax.ShapeDtypeStruct((3, 5), jnp.float32)),
-      r"in \S+/7: params.v is None, in the model float32 \[3, 5\]; params.w is float32",
-    ),
-    (
-      dict(b=jax.ShapeDtypeStruct((17,), jnp.bfloat16)),
-      r"in \S+: params.b is float32 \[13\], in the model bfloat16 \[17\]$",
-    ),
-  ],
-)
-def test_the_checkpoint_of_another_model_is_refused(folder, changes, message):
+def test_the_checkpoint_of_another_model_is_refused(folder):
+  vector, matrix = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((17,), (3, 5)))
+  target = abstract(w=None, b=vector, v=matrix)
+  message = (
+    r"^workdir: expected a checkpoint of this model, got another in \S+/7: params.b is "
+    r"float32 \[13\], in the model bfloat16 \[17\]; params.v is None, .*; params.w is float32"
+  )
   with Checkpoints(folder, keep=2) as saved:
-    message = f"^workdir: expected a checkpoint of this model, got another .*{message}"
     with pytest.raises(UserError, match=message):
-      saved.restore(abstract(**changes))
+      saved.restore(target)
     with pytest.raises(UserError, match=message):
-      saved.restore_step(abstract(**changes).params, 7)
+      saved.restore_step(target.params, 7)
 
 
 def test_what_must_not_be_used_is_refused(folder, monkeypatch):
@@ -251,25 +210,21 @@ def test_what_does_not_fit_on_the_disk_is_told_in_one_line_and_removed(folder, c
   assert restored_step(folder) == 7
 
 
-ALONE = """
+FULL_DISK = """
 import errno, os, sys
-import jax
 from pathlib import Path
 from dpjax.errors import exit_on_user_error
 from dpjax.training.checkpoints import Checkpoints
 from tests.training.test_checkpoints import make_state
 
-folder, number = Path(sys.argv[1]), int(sys.argv[2])
 mkdir = os.mkdir
 
 def make(path, *rest, **options):
-  global number
-  number -= "7.orbax" in str(path)
-  if number < 0:
+  if "7.orbax" in str(path):
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
   mkdir(path, *rest, **options)
 
-with exit_on_user_error(), Checkpoints(folder, keep=2) as saved:
+with exit_on_user_error(), Checkpoints(Path(sys.argv[1]), keep=2) as saved:
   saved.save(make_state(5), {})
   saved._manager.wait_until_finished()
   os.mkdir = make
@@ -277,12 +232,10 @@ with exit_on_user_error(), Checkpoints(folder, keep=2) as saved:
 """
 
 
-@pytest.mark.parametrize("number", [0, helpers.slow_unless(False, 2)])
-def test_a_full_disk_is_told_in_one_line_and_ends_the_process(tmp_path, number):
-  words = [sys.executable, "-c", ALONE, str(tmp_path), str(number)]
+def test_a_full_disk_is_told_in_one_line_and_ends_the_process(tmp_path):
   # Threads of Orbax that wait for one another would keep it for 300 seconds.
   options = dict(env=helpers.environment(), capture_output=True, text=True, timeout=200)
-  done = subprocess.run(words, **options)
+  done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], **options)
   (line,) = (done.stdout + done.stderr).splitlines()
   assert re.search("workdir: expected a folder that can be written, got .*No space", line)
   assert done.returncode == 1 and not [*tmp_path.glob("*tmp*")]

@@ -24,29 +24,25 @@ def sums_of(number):
   return sums | dict(positions=5.0, slots=1.0 + number)
 
 
-@pytest.mark.parametrize("capacity", [None, 4])
-def test_sums_and_capacities_of_all_batches(capacity):
-  seen = []
+def test_sums_and_capacities_of_all_batches():
+  calls = []
 
   def eval_step(params, batch, index, capacity):
-    seen.append((params, int(batch["tokens"][0, 0]), index, capacity))
+    calls.append((params, int(batch["tokens"][0, 0]), index, capacity))
     return sums_of(index + 1)
 
-  known = {}
-  if capacity is not None:
-    known["capacity"] = lambda batch: capacity + int(batch["tokens"].max())
+  capacity = lambda batch: 4 + int(batch["tokens"].max())  # noqa: E731
   scores = evaluation.evaluate(
-    eval_step, "params", Numbers(), COUNTS, sharding.make_mesh(), **known
+    eval_step, "params", Numbers(), COUNTS, sharding.make_mesh(), capacity=capacity
   )
-  sizes = [None] * 3 if capacity is None else [5, 6, 7]
-  assert seen == [("params", i + 1, i, sizes[i]) for i in range(3)]
+  assert calls == [("params", i + 1, i, 5 + i) for i in range(3)]
   sums = dict(nats=12.0, count=24.0, boundary_nats=3.0, boundaries=6.0, segments=12.0)
   sums |= dict(segments_max=7.0, rows=24.0, positions=15.0, slots=9.0)
   assert scores == metrics.text_scores(12.0, COUNTS) | metrics.boundary_scores(sums)
 
 
 @pytest.mark.parametrize(
-  ("changes", "told"),
+  ("changes", "warning"),
   [
     (dict(drawn=4.8, rounded=3.0), None),
     (dict(drawn=4.8, rounded=0.0), "20.0% of the tokens, rounding gives 0.0%"),
@@ -57,7 +53,7 @@ def test_sums_and_capacities_of_all_batches(capacity):
     ),
   ],
 )
-def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, told, caplog):
+def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, warning, caplog):
   def eval_step(params, batch, index, capacity):
     return sums_of(2) | {name: x / 3 for name, x in changes.items()}
 
@@ -69,4 +65,4 @@ def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, told
   for _ in range(2):  # once for all evaluations of a run
     evaluation._warn_of_rounding(scores, already)
   messages = [record.getMessage() for record in caplog.records]
-  assert len(messages) == (told is not None) and all(told in message for message in messages)
+  assert len(messages) == (warning is not None) and all(warning in message for message in messages)

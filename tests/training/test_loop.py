@@ -1,6 +1,7 @@
 """What the loop reads of a step, when, and what it moves between host and device."""
 
 import contextlib
+import dataclasses
 import types
 
 import jax
@@ -29,31 +30,24 @@ class Batches:
     draw = np.random.default_rng(step)
     tokens = draw.integers(VOCAB, size=(ROWS, LENGTH + 1)).astype(np.int32)
     weights = (np.arange(LENGTH) < draw.integers(1, LENGTH, size=(ROWS, 1))).astype(np.float32)
-    whole = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
-    return {name: value[rows] for name, value in whole.items()}
+    full = dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], weights=weights)
+    return {name: value[rows] for name, value in full.items()}
 
 
-def fit(
-  workdir,
-  num_steps=4,
-  *,
-  spec=None,
-  evaluate=lambda params: SCORES,
-  every=99,
-  log=1,
-  save=0,
-  **options,
-):
+SPEC = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5))
+
+
+def fit(workdir, num_steps=4, spec=SPEC, evaluate=lambda params: SCORES, **options):
   """Trains; evaluates and saves after `every` steps, reports after each."""
-  intervals = loop.Intervals(num_steps, every, log, save or every)
-  spec = spec or loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5))
+  every = options.pop("every", 99)
+  intervals = loop.Intervals(num_steps, every, options.pop("log", 1), options.pop("save", every))
+  workdir.mkdir(exist_ok=True)
   loop.fit(spec, Batches(), evaluate, intervals, workdir=workdir, **options)
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
-  spec = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5), grad_accum_steps=3)
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
-    fit(tmp_path, spec=spec)
+    fit(tmp_path, spec=dataclasses.replace(SPEC, grad_accum_steps=3))
 
 
 def replace_step(monkeypatch, call):
@@ -73,7 +67,6 @@ def test_what_moves_unasked_is_refused(tmp_path, monkeypatch):
     # Compiled and run for itself, with a 2 from the host, and then waited for.
     return state, measured | dict(loss=measured["loss"] * 2)
 
-  fit(tmp_path / "plain")
   for replace in (
     lambda patch: replace_step(patch, double),
     lambda patch: patch.setattr(loop.sharding, "put_batch", lambda batch, mesh: dict(batch)),
@@ -81,14 +74,7 @@ def test_what_moves_unasked_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
       replace(patch)
       with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
-        fit(tmp_path / "other")
-
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path):
-  """The folders of runs exist."""
-  for name in ("plain", "other"):
-    (tmp_path / name).mkdir()
+        fit(tmp_path)
 
 
 def test_a_step_is_read_when_the_next_one_was_started(tmp_path, monkeypatch):
@@ -162,15 +148,13 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, s
     reporting, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)
   )
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
-  model = helpers.Bigrams(VOCAB)
-  spec = loop.TrainStepSpec(model, optax.sgd(0.5), capacity=lambda batch: next(capacities))
+  spec = dataclasses.replace(SPEC, capacity=lambda batch: next(capacities))
   fit(tmp_path, 12, spec=spec, evaluate=clock.evaluate, **settings)
-  found = [line["tokens_per_second"] for line in helpers.reports(tmp_path, "train")]
-  assert found == speeds
+  assert [line["tokens_per_second"] for line in helpers.reports(tmp_path, "train")] == speeds
 
 
 def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, capsys):
-  asked, calls = iter(range(1, 99)), []
+  questions, calls = iter(range(1, 99)), []
   Clock(monkeypatch)
 
   @contextlib.contextmanager
@@ -179,11 +163,11 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
     try:
       yield
     finally:
-      calls.append(next(asked))
+      calls.append(next(questions))
 
   monkeypatch.setattr(jax.profiler, "trace", trace)
   # Each update is followed by the question whether to stop.
-  should_stop = lambda: next(asked) == 7  # noqa: E731
+  should_stop = lambda: next(questions) == 7  # noqa: E731
   fit(tmp_path, 6, profile=(2, 4), should_stop=should_stop)
   assert calls == [tmp_path / "profile", 4]
   assert f"xprof --logdir={calls[0]}" in capsys.readouterr().out
@@ -193,10 +177,10 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
 
 
 def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):
-  asked = iter(range(99))
+  questions = iter(range(99))
   for stop_at in (4, 99):
     with contextlib.suppress(Interrupted):
-      fit(tmp_path, 8, log=2, should_stop=lambda: next(asked) == stop_at)  # noqa: B023
+      fit(tmp_path, 8, log=2, should_stop=lambda: next(questions) == stop_at)  # noqa: B023
   counts = [Batches().batch(step, slice(None))["weights"].sum() for step in range(8)]
   seen = [line["tokens_seen"] for line in helpers.reports(tmp_path, "train")]
   assert seen == [*np.cumsum(counts)[1::2]] and seen[-1] < 8 * ROWS * LENGTH

@@ -26,12 +26,14 @@ def test_a_run_whose_tokenizer_loses_text_reports_no_bits(text, tmp_path, capsys
   config.data.tokenizer = dpjax.config.tokenizer("wordpiece", vocab_size=43, lower_text=True)
   with jax.numpy_dtype_promotion("standard"):
     run, scores = dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
-  known = {"nats_per_token", "perplexity", "perplexity_per_word"}
-  assert scores.keys() == run.score("The cat\nsat").keys() == known
+  names = {"nats_per_token", "perplexity", "perplexity_per_word"}
+  assert scores.keys() == run.score("The cat\nsat").keys() == names
   [valid] = helpers.reports(tmp_path / "run", "valid")
-  assert known <= valid.keys() and "bits" not in " ".join(valid)
-  said = capsys.readouterr().out
-  assert "perplexity" in said and said.count("bits") == said.count("no bits per character") == 1
+  assert names <= valid.keys() and "bits" not in " ".join(valid)
+  printed = capsys.readouterr().out
+  assert (
+    "perplexity" in printed and printed.count("bits") == printed.count("no bits per character") == 1
+  )
   why = "(no bits per character: the tokens do not hold the whole text)"
   assert run_lib.table(scores).endswith(why)
 

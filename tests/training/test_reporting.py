@@ -28,14 +28,14 @@ def losses(workdir) -> list[float]:
 
 def events(workdir) -> list:
   """The events of all files, oldest first: length, checksum, content, checksum each."""
-  found = []
+  parsed = []
   for path in sorted((workdir / "tensorboard").iterdir()):
     content = path.read_bytes()
     while content:
       (size,) = struct.unpack("<Q", content[:8])
-      found.append(event_pb2.Event.FromString(content[12 : 12 + size]))
+      parsed.append(event_pb2.Event.FromString(content[12 : 12 + size]))
       content = content[16 + size :]
-  return found
+  return parsed
 
 
 def scalars(workdir) -> list[tuple[int, str, float]]:
@@ -60,7 +60,7 @@ def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
     assert len(lines(tmp_path)) == 1
     reporter.report(2, "valid", {"nats_per_token": 2.5})
     reporter.print("step 3: better")
-    told = reporter.new_reports()
+    reported = reporter.new_reports()
   assert "step 3: better\n" in capsys.readouterr().out
   written = lines(tmp_path)
   times = [line.pop("time") for line in written]
@@ -72,7 +72,7 @@ def test_every_report_is_a_line_and_a_scalar(tmp_path, capsys):
   # Over how many steps a mean is, is no curve.
   curves = [(2, "train/loss", 3.5), (2, "valid/nats_per_token", 2.5)]
   assert scalars(tmp_path) == curves
-  assert told == [(step, {name: value}) for step, name, value in curves]
+  assert reported == [(step, {name: value}) for step, name, value in curves]
 
 
 def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys, monkeypatch):
@@ -88,8 +88,8 @@ def test_without_a_terminal_reports_of_training_are_plain_lines(tmp_path, capsys
   # A terminal has its bar alone.
   monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
   write(tmp_path, [1])
-  shown = capsys.readouterr().err
-  assert "training:" in shown and "\r" in shown and "step 1 of" not in shown
+  printed = capsys.readouterr().err
+  assert "training:" in printed and "\r" in printed and "step 1 of" not in printed
 
 
 def test_lines_after_the_step_of_a_resume_are_dropped(tmp_path):

@@ -1,4 +1,4 @@
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import config as config_lib
+from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
 from dpjax.training import losses, optimizer, sharding, step
@@ -20,10 +21,10 @@ BATCH, LENGTH, VOCAB, WIDTH = 16, 7, 13, 24
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def make_model(mixer="dispatcher", boundaries="none", **settings):
-  usual = dict(vocab_size=VOCAB, num_layers=1, width=WIDTH, feed_forward_width=20, max_length=11)
-  usual |= dict(dropout=0.0, hidden_dropout=0.0, positions="learned")
-  config = helpers.model_settings(mixer, boundaries, **{**usual, **settings})
+def make_model(**settings):
+  defaults = dict(vocab_size=VOCAB, num_layers=1, width=WIDTH, feed_forward_width=20, max_length=11)
+  defaults |= dict(dropout=0.0, hidden_dropout=0.0, positions="learned")
+  config = helpers.model_settings("short_convolution", **defaults | settings)
   return dpjax.build_model(config)
 
 
@@ -80,38 +81,31 @@ def test_is_the_gradient_of_the_mean_over_the_targets_that_count(plain_update):
 
 
 def test_parts_of_a_batch_give_the_update_of_the_whole_and_its_norm_before_clipping(plain_update):
-  model, before, whole, whole_metrics = plain_update
+  model, before, after, whole_metrics = plain_update
   update = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(0.1))
   state = before.replace(opt_state=update.init(before.params))
   parts, metrics = jit_update(model, update, 4)(state, draw_batch())
   helpers.assert_trees_close(metrics, whole_metrics, rtol=1e-5, atol=1e-6)
-  moved, of_whole = (jax.tree.map(jnp.subtract, x.params, before.params) for x in (parts, whole))
+  moved, of_whole = (jax.tree.map(jnp.subtract, x.params, before.params) for x in (parts, after))
   scale = 1e-2 / metrics["grad_norm"]
   assert scale < 0.5
   expected = jax.tree.map(lambda x: x * scale, of_whole)
   helpers.assert_trees_close(moved, expected, rtol=1e-3, atol=1e-6)
 
 
-LOGITS = f"f32[{BATCH},{LENGTH},{VOCAB}]", f"f32[{BATCH * LENGTH},{VOCAB}]"
-
-
-@pytest.mark.parametrize(
-  "boundaries, is_whole", [("none", False), pytest.param("entropy", True, marks=pytest.mark.slow)]
-)
-def test_the_logits_never_lie_in_memory_whole(monkeypatch, boundaries, is_whole):
+def test_no_step_holds_all_logits(monkeypatch):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
-  model, update = make_model("attention", boundaries, positions="none"), optax.sgd(0.1)
-  objective = helpers.objective(boundaries)
+  model, update = make_model(), optax.sgd(0.1)
   state = jax.eval_shape(lambda: step.init_state(model, update, 3))
   mesh = sharding.make_mesh(jax.devices()[:1])
-  places = sharding.state_sharding(state, mesh)
-  train = step.jit_train_step(model, update, places, mesh, objective=objective)
-  evaluate = step.jit_eval_step(model, mesh, objective)
+  train = step.jit_train_step(model, update, sharding.state_sharding(state, mesh), mesh)
+  evaluate = step.jit_eval_step(model, mesh)
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), draw_batch())
   for lowered in (train.lower(state, batch), evaluate.lower(state.params, batch, 0)):
     text = lowered.compile().as_text()
-    assert any(shape in text for shape in LOGITS) == is_whole
-    assert (f"f32[{BATCH},1,{VOCAB}]" in text or f"f32[{BATCH},{VOCAB}]" in text) != is_whole
+    assert f"f32[{BATCH},{LENGTH},{VOCAB}]" not in text
+    assert f"f32[{BATCH * LENGTH},{VOCAB}]" not in text
+    assert f"f32[{BATCH},1,{VOCAB}]" in text or f"f32[{BATCH},{VOCAB}]" in text
 
 
 class Flat(LanguageModel):
@@ -123,11 +117,15 @@ class Flat(LanguageModel):
     return output._replace(logits=0 * output.logits)
 
 
-def test_a_model_that_changes_its_logits_is_trained_by_them():
-  model = Flat(VOCAB, WIDTH, 11, make_model().layers)
-  state = draw_state(model, optax.sgd(0.1))
-  _, metrics = jit_update(model, optax.sgd(0.1))(state, draw_batch())
-  np.testing.assert_allclose(metrics["loss"], np.log(VOCAB), rtol=1e-6)
+def test_evaluation_sums_the_nats_of_the_logits_without_dropout(plain_update):
+  _, state, _, metrics = plain_update
+  mesh, batch = sharding.make_mesh(), draw_batch()
+  params = jax.device_put(state.params, sharding.state_sharding(state.params, mesh))
+  model, count = make_model(dropout=0.1, hidden_dropout=0.2), batch["weights"].sum()
+  flat = Flat(VOCAB, WIDTH, 11, model.layers, positions="learned")
+  for each, mean in ((model, metrics["loss"]), (flat, np.log(VOCAB))):
+    sums = step.jit_eval_step(each, mesh)(params, sharding.put_batch(batch, mesh), 0)
+    np.testing.assert_allclose(sums["nats"], mean * count, rtol=1e-5)
 
 
 def test_each_part_and_each_step_drops_out_anew():
@@ -166,33 +164,27 @@ class Wide(nn.Module):
     return helpers.Output(nn.Dense(VOCAB)(x))
 
 
-@pytest.fixture(scope="module")
-def runs(standard_promotion):
-  """`runs(num_devices, parameters)`: 7 steps with dropout, as that many devices take them."""
+def test_eight_devices_train_as_one():
   model = Wide()
   update = optimizer.make_optimizer("adam", 1e-3, grad_clip_norm=0.5)
 
-  @cache
-  def run(num_devices, parameters):
+  def run(num_devices, param_sharding):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
-    abstract = step.abstract_state(model, update, 5, mesh, parameters)
+    abstract = step.abstract_state(model, update, 5, mesh, param_sharding)
     first = step.jit_init(model, update, 5, abstract)
     state, seen = jax.tree.map(jnp.copy, first), []
-    shardings = sharding.state_sharding(state, mesh, parameters)
-    train = step.jit_train_step(model, update, shardings, mesh)
+    places = sharding.state_sharding(state, mesh, param_sharding)
+    train = step.jit_train_step(model, update, places, mesh)
     for index in range(7):
-      given = state
-      state, metrics = train(given, sharding.put_batch(draw_batch(index % 3), mesh))
+      before = state
+      state, metrics = train(before, sharding.put_batch(draw_batch(index % 3), mesh))
       seen.append(float(metrics["loss"]))
-    return first, given, state, seen
+    # The state that went in is used up.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
+    return first, state, seen
 
-  return run
-
-
-@pytest.mark.parametrize("parameters", [pytest.param("replicated", marks=pytest.mark.slow), "fsdp"])
-def test_eight_devices_train_as_one(runs, parameters):
-  first, given, last, seen = runs(8, parameters)
-  expected_first, _, expected, expected_seen = runs(1, "replicated")
+  first, last, seen = run(8, "fsdp")
+  expected_first, expected, expected_seen = run(1, "replicated")
   jax.tree.map(np.testing.assert_array_equal, first.params, expected_first.params)
   # Sums over the batch are rounded in another order: 1.2e-7 was measured, of parameters
   # of size 1 that 20 steps of Adam had moved by up to 0.02.
@@ -201,23 +193,10 @@ def test_eight_devices_train_as_one(runs, parameters):
   assert last.step == 7 and seen[-1] < seen[0]
   keys = [jax.device_get(jax.random.key_data(x.key)) for x in (last, expected)]
   np.testing.assert_array_equal(*keys)
-  # The state that went in is used up.
-  assert all(leaf.is_deleted() for leaf in jax.tree.leaves((given.params, given.opt_state)))
-  shape = (3, VOCAB) if parameters == "fsdp" else (WIDTH, VOCAB)
   for params in (last.params, last.opt_state[1][0].mu, last.opt_state[1][0].nu):
     array = params["Dense_0"]["kernel"]
     assert array.shape == (WIDTH, VOCAB) and len(array.sharding.device_set) == 8
-    assert {shard.data.shape for shard in array.addressable_shards} == {shape}
-
-
-def test_evaluation_sums_the_nats_without_dropout(plain_update):
-  _, state, _, metrics = plain_update
-  mesh = sharding.make_mesh()
-  params = jax.device_put(state.params, sharding.state_sharding(state.params, mesh))
-  batch = draw_batch()
-  evaluate = step.jit_eval_step(make_model(dropout=0.1, hidden_dropout=0.2), mesh)
-  nats = evaluate(params, sharding.put_batch(batch, mesh), 0)["nats"]
-  np.testing.assert_allclose(nats, metrics["loss"] * batch["weights"].sum(), rtol=1e-5)
+    assert {shard.data.shape for shard in array.addressable_shards} == {(WIDTH // 8, VOCAB)}
 
 
 def test_bfloat16_trains_float32_parameters():
@@ -228,90 +207,60 @@ def test_bfloat16_trains_float32_parameters():
   assert dtypes == {jnp.dtype("float32")}
 
 
-@cache
-def make_staged(kinds):
-  """A model that pools by one kind or two, and its objective."""
-  settings = {"fixed": {}, "routing": dict(num_buckets=1, weight=1.0)}
-  outer, *within = [
-    config_lib.boundaries(name, **settings.get(name, dict(num_buckets=1))) for name in kinds.split()
-  ]
-  config = helpers.model_settings(boundaries=outer, vocab_size=VOCAB, num_layers=1)
-  stages = [config]
-  if within:
-    config.middle = config_lib.middle(*within, width=10)
-    stages.append(config.middle)
-  for stage in stages:
-    stage.first.num_layers = stage.last.num_layers = 1
-  return dpjax.build_model(config), losses.Objective(build_boundaries(config))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def gradient_of_whole(kinds, num_parts, state, batch):
-  """The gradient of one loss of all rows, whose outputs were drawn part by part."""
-  model, objective = make_staged(kinds)
-  keys = jax.random.split(jax.random.fold_in(state.key, state.step), num_parts)
-  order = np.arange(BATCH).reshape(-1, num_parts).T
-  own = jax.tree.map(lambda x: x[order.ravel()], batch)
-
-  def mean_loss(params):
-    def apply(given):
-      tokens, key = given
-      return model.apply({"params": params}, tokens, deterministic=False, rngs={"dropout": key})
-
-    of_parts = jax.lax.map(apply, (batch["tokens"][order], keys))
-    output = jax.tree.map(lambda x: x.reshape(BATCH, *x.shape[2:]), of_parts)
-    sums = objective.sums(output, own)
-    return (sums["nats"] + sums["boundary_nats"]) / sums["count"], sums
-
-  return jax.grad(mean_loss, has_aux=True)(state.params)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def gradient_of_parts(kinds, num_parts, state, batch):
-  model, objective = make_staged(kinds)
-  train = partial(step.train_step, model, optax.sgd(1.0), num_parts, objective=objective)
-  after, metrics = train(state, batch)
-  return jax.tree.map(jnp.subtract, state.params, after.params), metrics
-
-
-def check_parts(kinds, num_parts, seed):
-  """Parts, of which one has no target that counts, give the gradient of the whole."""
-  model, _ = make_staged(kinds)
-  params = jax.tree.map_with_path(  # Without a direction that all vectors have in common.
-    lambda path, x: x * float(path[-1].key != "bias"), helpers.draw_params(model, seed, 1 / 2)
+# Losses that read what all rows of a batch share: of the first stage, of a second one.
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("routing",), ("gumbel", "routing")])
+def test_parts_of_a_pooled_batch_give_the_gradient_of_the_whole(names):
+  outer, *inner = (
+    helpers.component(registry.boundaries, name, num_buckets=1, weight=1.0) for name in names
   )
-  state = draw_state(model, optax.sgd(1.0)).replace(params=params)
-  generator = np.random.default_rng([7, seed])
-  batch = draw_batch(seed)
-  if seed % 3:
-    batch["weights"][generator.integers(num_parts) :: num_parts] = 0
-  batch["boundaries"] = generator.integers(2, size=(BATCH, LENGTH), dtype=np.int32)
-  found, metrics = gradient_of_parts(kinds, num_parts, state, batch)
-  expected, sums = gradient_of_whole(kinds, num_parts, state, batch)
-  if any(metrics[name] != sums[name] for name in ("boundaries", "targets") if name in sums):
-    return False  # An entropy that nearly ties with its threshold falls to the other side.
-  error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
-  assert error < 2e-5 * optax.tree.norm(expected)
-  for name in sums.keys() - {"positions", "slots"}:
-    np.testing.assert_allclose(metrics[name], sums[name], rtol=1e-5, err_msg=name)
-  return bool(0 < sums["boundaries"] < sums["count"])
+  one = dict(num_layers=1)
+  config = helpers.model_settings(
+    boundaries=outer, vocab_size=VOCAB, num_layers=1, first=one, last=one
+  )
+  if inner:
+    config.middle = config_lib.middle(*inner, width=10)
+    config.middle.first.num_layers = config.middle.last.num_layers = 1
+  model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
+  order = np.arange(BATCH).reshape(-1, 4).T  # Row b goes to part b % 4.
 
+  @jax.jit
+  def run_parts(state, batch):
+    train = partial(step.train_step, model, optax.sgd(1.0), 4, objective=objective)
+    after, metrics = train(state, batch)
+    return jax.tree.map(jnp.subtract, state.params, after.params), metrics
 
-@pytest.mark.slow
-def test_parts_of_a_routed_batch_give_the_gradient_of_the_whole():
-  assert check_parts("routing", 4, seed=4)
+  @jax.jit
+  def run_whole(state, batch):
+    """One loss of all rows, whose outputs are drawn part by part."""
+    keys = jax.random.split(jax.random.fold_in(state.key, state.step), 4)
 
+    def mean_loss(params):
+      def apply(part):
+        tokens, key = part
+        return model.apply({"params": params}, tokens, deterministic=False, rngs={"dropout": key})
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "kinds",
-  [
-    *("routing", "unigram", "entropy", "gumbel", "routing routing", "fixed routing"),
-    *("unigram routing", "entropy gumbel", "gumbel routing"),
-  ],
-)
-def test_parts_of_any_batch_give_the_gradient_of_the_whole(kinds):
-  assert sum(check_parts(kinds, 4, seed) for seed in range(12)) > 9
+      outputs = jax.lax.map(apply, (batch["tokens"][order], keys))
+      output = jax.tree.map(lambda x: x.reshape(BATCH, *x.shape[2:]), outputs)
+      sums = objective.sums(output, jax.tree.map(lambda x: x[order.ravel()], batch))
+      return (sums["nats"] + sums["boundary_nats"]) / sums["count"], sums
+
+    return jax.grad(mean_loss, has_aux=True)(state.params)
+
+  state = draw_state(model, optax.sgd(1.0))
+  for seed in (4, 5):
+    params = jax.tree.map_with_path(  # Without a direction that all vectors have in common.
+      lambda path, x: x * float(path[-1].key != "bias"), helpers.draw_params(model, seed, 1 / 2)
+    )
+    batch = draw_batch(seed)
+    batch["weights"][seed % 4 :: 4] = 0  # A part without a target.
+    grads, metrics = run_parts(state.replace(params=params), batch)
+    expected, sums = run_whole(state.replace(params=params), batch)
+    assert 0 < sums["boundaries"] < sums["count"]
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, grads, expected))
+    assert error < 2e-5 * optax.tree.norm(expected)
+    for name in sums.keys() - {"positions", "slots"}:
+      np.testing.assert_allclose(metrics[name], sums[name], rtol=1e-5, err_msg=name)
 
 
 def test_the_average_is_that_of_optax_without_its_bias():
