@@ -11,6 +11,7 @@ from dpjax import ops
 from dpjax.layers import embeddings
 from tests.reference import attention as reference
 from tests.reference import exact
+from tests.reference.exact import normal
 
 BATCH, HEADS, FEATURES, BLOCK = 2, 3, 5, 8
 ATTENTIONS = {"causal": ops.causal_attention, "relative": ops.relative_attention}
@@ -175,6 +176,23 @@ def test_the_gradient_drops_what_the_result_dropped():
   run = with_gradients("relative", dropout_rate=0.3, dropout_key=key, block_size=BLOCK)
   found = jax.jit(run)(arguments, weights)
   assert_close(found, exact.run(expected, arguments, weights), 2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_a_large_batch_is_its_rows(window, has_documents):
+  """A CPU computes 8.5 MiB of scores row by row, those of three rows at once."""
+  batch, length, heads = 17, 128, 8
+  *qkv, weights = (normal(batch, length, heads, 2, seed=i) for i in range(4))
+  starts = (normal(batch, length) > 1.7).astype(jnp.int32).at[:, 0].set(1)
+
+  def run(rows):
+    documents = dict(document_starts=starts[rows]) if has_documents else {}
+    attend = functools.partial(ops.causal_attention, window=window, **documents)
+    return exact.with_gradients(attend, [x[rows] for x in qkv], weights[rows])
+
+  rows = np.array([0, 5, 16])
+  assert_close([x[rows] for x in run(np.arange(batch))], run(rows))
 
 
 def compile_training(name, length, **settings):

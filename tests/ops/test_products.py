@@ -13,7 +13,7 @@ from dpjax.models.build import build_model
 from dpjax.ops import dot_general, products
 from dpjax.training import losses
 from tests import helpers
-from tests.reference.exact import normal
+from tests.reference.exact import both, normal
 
 OVER_LAST = (((2,), (0,)), ((), ()))
 
@@ -164,3 +164,15 @@ def test_derivatives_in_forward_mode_are_refused_with_advice():
   x, w = normal(3, 5).astype(jnp.bfloat16), normal(5, 7).astype(jnp.bfloat16)
   with pytest.raises(TypeError, match="expected float32 for forward-mode"):
     jax.jvp(lambda x: dot_general(x, w, (((1,), (0,)), ((), ()))), (x,), (x,))
+
+
+@pytest.mark.parametrize("length", [32, 18, 7])  # In parts of 2, of 2 and of 1.
+def test_row_product_is_the_sum_in_float64(length):
+  x, y = normal(2, 3, length), normal(2, 3, length, 5)
+  found = both(products.row_product, partial(jnp.einsum, "bhk,bhkn->bhn"), (x, y))
+  for ours, expected in zip(*found, strict=True):
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+  low = jax.jit(products.row_product)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
+  assert low.dtype == jnp.float32
+  expected = np.einsum("bhk,bhkn->bhn", rounded(x), rounded(y))
+  np.testing.assert_allclose(low, expected, rtol=1e-5, atol=1e-5)
