@@ -232,7 +232,7 @@ def check_distances(positions: jax.Array, length: int) -> None:
 
 
 def _is_faster_by_row(queries: jax.Array) -> bool:
-  """Whether a CPU is faster row by row, by benchmarks/ops.py: rows have work for several cores."""
+  """Whether a CPU is faster row by row: one row keeps its cores busy, all exceed its caches."""
   if is_symbolic(queries):
     return False
   batch, length, heads, _ = queries.shape

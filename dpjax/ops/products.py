@@ -161,7 +161,7 @@ def row_product(x_bhk: jax.Array, y_bhkn: jax.Array) -> jax.Array:
   return by_platform({"cpu": _sum_parts, "default": multiply}, x_bhk, y_bhkn)
 
 
-_MOST_PARTS = 16  # by benchmarks/generation.py
+_MOST_PARTS = 16  # the fastest of 8, 16, 32 and 64, for 128 and 512 slots of 64 features
 
 
 def _sum_parts(x: jax.Array, y: jax.Array) -> jax.Array:
