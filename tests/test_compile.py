@@ -18,7 +18,7 @@ from dpjax.analysis import compile as compile_lib
 from dpjax.analysis import devices
 from dpjax.config import registry
 from dpjax.errors import UserError
-from tests import helpers
+from tests import helpers, test_snippets
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=2, max_length=48)
@@ -123,6 +123,26 @@ def test_a_dry_run_tells_what_training_takes_and_trains_nothing(quick, finished,
 def test_no_batch_may_fit(monkeypatch):
   monkeypatch.setattr(compile_lib, "_measure", lambda *_: {"fits": False})
   assert compile_lib.largest_batch(small(), "cpu") == 0
+
+
+def test_every_command_of_the_documentation_is_taken(monkeypatch, capsys):
+  """As far as the compiler, here on eight chips."""
+
+  def measure(program, *_):
+    rows = jax.tree.leaves(program[1][1])[0].shape[0]
+    return {"operations": 0, "needed_gib": 3.0, "fits": rows < 99, "refused": "by a test"}
+
+  monkeypatch.setattr(compile_lib, "_measure", measure)
+  monkeypatch.setattr(devices, "prepare", lambda: None)
+  tpu = devices.DEVICES["v5e"], jax.devices()
+  monkeypatch.setattr(devices, "find", lambda topology: topology and tpu)
+  blocks = test_snippets.blocks(helpers.ROOT / "docs/accelerators.md")
+  words = [words for *_, code, _ in blocks for words in test_snippets.commands(code)]
+  compiled = [rest for program, name, *rest in words if (program, name) == ("dpjax", "compile")]
+  assert [helpers.command("compile", *rest) for rest in compiled] == [None] * 3
+  shown = capsys.readouterr().out
+  assert "train.batch_size: 8, as 5 do not divide" in shown
+  assert "largest train.batch_size that fits: 9" in shown
 
 
 def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():

@@ -81,7 +81,12 @@ def effective(grads):
     for name, (_, settings) in MIXERS.items()
     if relation != "dropout" or "dropout" in settings
   ]
-  + [(name, relation) for name in VARIANTS for relation in APART[name]],
+  + [
+    helpers.slow_unless(relation in APART[name], name, relation)
+    for relation in testing.RELATIONS
+    if relation != "dropout"
+    for name in VARIANTS
+  ],
 )
 def test_keeps_the_contract(name, relation):
   make, settings = (MIXERS | VARIANTS)[name]
@@ -188,3 +193,8 @@ def test_only_the_later_dispatcher_never_skips_level_0(layer):
   # Position 7 comes to position 8 by level 0, position 4 by level 2.
   assert 0 < seen[:, 4].sum() < 20
   assert seen[:, 7].all() if layer is MultiHeadDispatcher else 0 < seen[:, 7].sum() < 20
+
+
+def test_heads_divide_the_width():
+  with pytest.raises(ValueError, match="^num_heads: expected a divisor of the width 6, got 4"):
+    layers.Dispatcher(4, MAX_LENGTH).init(jax.random.key(0), draw())

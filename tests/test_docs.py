@@ -128,6 +128,17 @@ def matches(name: str, pattern: str) -> list[str]:
   return re.findall(pattern, (helpers.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
 
 
+def test_numbers_of_a_version_that_is_excluded_say_so():
+  known = [
+    (paragraph, name)
+    for paragraph in RESULTS.split("\n\n")
+    for name in re.findall(r"`results/(\w+)\.json`", paragraph)
+    if '"jax": "0.10.2"' in (helpers.ROOT / f"results/{name}.json").read_text(encoding="utf-8")
+  ]
+  assert known
+  assert [name for paragraph, name in known if "JAX 0.10.2" not in paragraph] == []
+
+
 def test_the_same_pythons_are_tested_and_named():
   ci = {*matches(".ci/run", "for version in (.*);")[0].split()}
   workflow = {*matches(".github/workflows/tests.yml", r'python: "(3\.\d+)"')}

@@ -104,9 +104,19 @@ def test_bfloat16_halves_it(run, saved, tmp_path):
     np.testing.assert_array_equal(x, y.astype(jnp.bfloat16).astype(jnp.float32))
 
 
+def test_training_leaves_it_unchanged(run, out):
+  before = {x: x.read_bytes() for x in out.rglob("*") if x.is_file()}
+  wider = run.config.copy_and_resolve_references()
+  wider.model.width = 24
+  for config in (run.config, wider):
+    with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
+      dpjax.train(config, out)
+  assert {x: x.read_bytes() for x in out.rglob("*") if x.is_file()} == before
+
+
 def test_what_is_wrong(run, out, tmp_path):
-  with pytest.raises(dpjax.UserError, match="^workdir: .* exported one; .*init_from"):
-    dpjax.train(run.config, out)
+  with pytest.raises(dpjax.UserError, match="^dtype: expected one of float32, bfloat16"):
+    run.save(tmp_path / "other", dtype="float16")
   with pytest.raises(dpjax.UserError, match="^folder: expected a new or an empty one"):
     run.save(out)
   with pytest.raises(dpjax.UserError, match="^step: expected None or .* got 77"):
@@ -324,6 +334,7 @@ ROUTING = dict(name="routing")
 IN_TURN = ("short_convolution", "relative_attention", "local_attention")
 MODELS = {
   "attention": described(TODAY, name="attention", num_heads=3, rotary_base=100.0),
+  "local": described(TODAY, name="local_attention", num_heads=3, window=5, rotary_base=100.0),
   "in turn": described(PAPER, name=IN_TURN, num_heads=3, window=5),
   "extractors": described(
     OTHER, name=("we", "she", "me"), output_projection=False, adjustment=False

@@ -221,3 +221,15 @@ def test_an_optimizer_of_somebody_elses():
   grads = {"a": jnp.array([4.0, -0.1])}
   got, _ = update.update(grads, update.init(grads))
   np.testing.assert_allclose(got["a"], [-1.5, 1.5])
+
+
+@pytest.mark.slow
+def test_a_run_of_boundaries_that_need_the_text(text, tmp_path):
+  class Rare(dpjax.layers.Unigram):
+    text_boundaries = property(lambda self: RareText(0.05, ""))
+
+  run, scores = dpjax.train(pooled_by_text(text, Rare), tmp_path / "run")
+  assert scores["boundary_loss"] > 0 and 0 < scores["recall"] < 1
+  run.save(tmp_path / "small")
+  new = "a cat and one rat in a bat"
+  assert dpjax.load(tmp_path / "small").score(new) == run.score(new)

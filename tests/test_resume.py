@@ -57,8 +57,8 @@ def test_a_run_stopped_at_any_update_ends_like_one_that_was_not(text, tmp_path, 
   reports = []
   options["callbacks"] = [lambda step, metrics, state: reports.append((step, [*metrics]))]
   done = 0
-  # At a checkpoint, at an evaluation, and right after, between two reports.
-  for step in (4, 6, 7):
+  # Before the first checkpoint, at one, at an evaluation, and right after, between two reports.
+  for step in (1, 4, 6, 7):
     answers, done = iter([*[False] * (step - done - 1), True]), step
     with pytest.raises(Interrupted, match=f"step {step} of 12"):
       dpjax.train(config, tmp_path / "parts", **options, should_stop=answers.__next__)

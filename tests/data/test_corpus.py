@@ -118,10 +118,11 @@ def test_several_files_by_a_pattern(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda x: x[:-9], lambda x: x[:30] + b"\xff" * 9 + x[39:]])
-def test_a_damaged_zst_is_named(tmp_path, damage):
-  path = tmp_path / "a.txt.zst"
-  path.write_bytes(damage(zst("".join(WHOLE).encode() * 9)))
-  with pytest.raises(UserError, match="a.txt.zst: expected a text in UTF-8, got "):
+@pytest.mark.parametrize("suffix, pack", [("gz", gzip.compress), ("zst", zst)])
+def test_a_damaged_text_is_named(tmp_path, damage, suffix, pack):
+  path = tmp_path / f"a.txt.{suffix}"
+  path.write_bytes(damage(pack("".join(WHOLE).encode() * 9)))
+  with pytest.raises(UserError, match=f"a.txt.{suffix}: expected a text in UTF-8, got "):
     load_corpus(path=path, data_dir=tmp_path / "data")
   assert not [*tmp_path.glob("data/texts/*/data.json")]
 
@@ -386,3 +387,10 @@ def test_splits_by_hand_come_first(register, tmp_path):
         load_corpus("mine")
     (folder / f"{split}.txt.xz").write_bytes(lzma.compress(f"{split} \u00e4\n".encode()))
   assert joined(load_corpus("mine")) == {split: f"{split} \u00e4\n" for split in SPLITS}
+
+
+def test_an_old_installation_has_no_plugin(monkeypatch):
+  monkeypatch.setattr(corpus_lib, "load_plugins", lambda: None)
+  monkeypatch.setattr(corpus_lib, "SOURCES", {"python_manual": 1})
+  with pytest.raises(UserError, match="got text8 .in a clone, `pip install -e .` adds"):
+    load_corpus("text8")

@@ -193,6 +193,18 @@ def test_a_large_batch_is_its_rows(window, has_documents):
 
   rows = np.array([0, 5, 16])
   assert_close([x[rows] for x in run(np.arange(batch))], run(rows))
+  assert "scan" in str(jax.make_jaxpr(run)(np.arange(batch)))
+
+
+def test_a_large_batch_on_several_devices():
+  mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+  qkv = [normal(16, 128, 8, 2, seed=i) for i in range(3)]
+  whole = jax.jit(ops.causal_attention)(*qkv)
+  rows = jax.NamedSharding(mesh, jax.P("rows"))
+  with jax.set_mesh(mesh):
+    attend = jax.jit(ops.causal_attention).lower(*jax.device_put(qkv, rows)).compile()
+  assert "all-gather" not in attend.as_text()
+  np.testing.assert_allclose(attend(*jax.device_put(qkv, rows)), whole, rtol=1e-5, atol=1e-5)
 
 
 def compile_training(name, length, **settings):

@@ -219,3 +219,21 @@ def test_the_rate_of_a_row_is_the_mean_of_its_documents():
   # The bounds may be traced.
   packed = jax.jit(rate_bounds_loss)(rates, **bounds, document_starts=document_starts)
   np.testing.assert_allclose(packed, sum(alone) / 7, **ROUNDING)
+
+
+def test_rates_outside_of_two_bounds_cost_how_far_they_are():
+  # Below, between, above, above among few that count, and a row of which none counts.
+  rates = [[0] * 7, [0, 1, 0, 0, 1, 0, 0], [1, 0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1], [1] * 7]
+  weights = np.ones((5, 7))
+  weights[3, :4], weights[4] = 0, 0
+  weights[3, 4:] = (1, 0, 1)
+  bounds = dict(highest=0.375, lowest=0.25)
+  value, gradient = exact.with_gradients(
+    lambda b: rate_bounds_loss(b, **bounds, weights=weights),
+    [np.float32(rates)],
+    np.ones(5, np.float32),
+  )
+  expected, slopes = reference.rate_bounds(rates, **bounds, weights=weights)
+  np.testing.assert_allclose(value, expected, **ROUNDING)
+  np.testing.assert_allclose(gradient, slopes, **ROUNDING)
+  assert [*np.sign(slopes.sum(axis=1))] == [-1, 0, 1, 1, 0] and expected[1] == 0

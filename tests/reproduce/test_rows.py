@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from reproduce import rows
+from tests import helpers
 
 PLAN = SimpleNamespace(num_steps=500, num_saves=5, evaluation_updates=35.0)
 # After 31 updates of 2 s: 468 updates, evaluations of 35 updates, 5 saves.
@@ -40,3 +41,15 @@ def test_a_resumed_run_needs_the_rest_alone(monkeypatch):
   assert not any(clock() for _ in range(rows.MEASURED + 2))
   rest = (68 + 7) * 2.0 + rows.SAVE_SECONDS
   assert clock.facts["expected_seconds"] == pytest.approx(62 + rest + rows.LAST_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_update_of_the_next_run_is_compiled_while_one_trains(tmp_path, monkeypatch):
+  monkeypatch.setattr(rows, "MEASURED", 2)
+  config = helpers.small_config(helpers.write_text(tmp_path / "text.txt"), num_steps=5)
+  asked = []
+  end = time.perf_counter() + 1e6
+  rows.train(config, tmp_path / "run", end, following=lambda: asked.append(1))
+  assert asked == [1]
+  rows.Plan.make(config, tmp_path / "other").compile()  # What the thread does.
