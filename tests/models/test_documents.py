@@ -104,7 +104,7 @@ def test_documents_are_as_alone(case):
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   # But for what is told of rows, of which there are other ones.
   for name in {*sums} - {"segments_max", "rows", "positions", "slots"}:
-    np.testing.assert_allclose(sums[name], of_rows[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(sums[name], of_rows[name], rtol=2e-5, err_msg=name)
   scale = max(abs(x).max() for x in jax.tree.leaves(by_rows))
   grads, by_rows = (jax.tree.map(lambda x: x / scale, tree) for tree in (grads, by_rows))
   helpers.assert_trees_close(grads, by_rows, rtol=1e-4, atol=1e-5)
