@@ -40,7 +40,10 @@ VARIANTS = {
   "dispatcher of three levels": (partial(Dispatcher, HEADS, num_levels=3), {"reach": 8}),
   "attention without biases": (partial(SelfAttention, HEADS, use_bias=False), {}),
   "rotary attention": (partial(SelfAttention, **ROTARY), {"width": 12}),
-  "rotary local attention": (partial(LocalAttention, **ROTARY, window=4), {"width": 12}),
+  "rotary local attention": (
+    partial(LocalAttention, **ROTARY, window=4),
+    {"width": 12, "reach": 4},
+  ),
   "extraction of he": (partial(layers.HE, adjustment=False, output_projection=False), {}),
 }
 # By default each is asked what sets it apart; the others share the code of these. An output of
