@@ -85,7 +85,7 @@ CASES = {
   "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
 DEFAULT = ("modern", "in turn in the middle")
-SEEDS = {"routing": 6}  # of parameters of which nothing is nearly a tie
+SEEDS = {"routing": 6}  # With these parameters no boundary is close to a tie.
 BY_LAYER = ("unigram", "entropy")  # steps with `unstack`ed parameters
 
 
