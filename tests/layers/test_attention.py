@@ -32,8 +32,10 @@ def test_alone_is_as_with_shared_positions():
     pairs = [jax.vjp(function, params, inputs) for function in (alone, sharing)]
     return [(result, pull(weights)) for result, pull in pairs]
 
-  expected, found = run(params, inputs)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+  expected, actual = run(params, inputs)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+  )
   by_positions = expected[1][0]["positions"]
   assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(by_positions))
 

@@ -28,8 +28,8 @@ def check(function, params, *inputs):
       module, name = place.split(".")
       patch.setattr(importlib.import_module(f"dpjax.ops.{module}"), name, lambda: True)
     exported = export.export(jitted, platforms=platforms)(params, *jax.tree.map(open_batch, inputs))
-  expected, found = jitted(params, *inputs), exported.call(params, *inputs)
-  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+  expected, actual = jitted(params, *inputs), exported.call(params, *inputs)
+  for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 

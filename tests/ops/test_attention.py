@@ -39,8 +39,8 @@ def with_gradients(name, **settings):
   return run
 
 
-def assert_close(found, expected, tolerance=1e-5):
-  for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+def assert_close(actual, expected, tolerance=1e-5):
+  for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=f"number {i}")
 
 
@@ -96,9 +96,9 @@ def test_relative_positions_are_those_of_tokens_with_the_sines_first(length, wid
 def test_large_scores_are_finite():
   arguments, weights = draw("relative", 19)
   large = [100 * x for x in arguments]
-  found = jax.jit(with_gradients("relative", block_size=BLOCK))(large, weights)
-  assert all(np.isfinite(x).all() for x in found)
-  assert_close(found[:1], [exact.run(reference.attention, large)])
+  actual = jax.jit(with_gradients("relative", block_size=BLOCK))(large, weights)
+  assert all(np.isfinite(x).all() for x in actual)
+  assert_close(actual[:1], [exact.run(reference.attention, large)])
 
 
 @pytest.mark.parametrize("low", [("values",), ("queries", "keys", "values")], ids=len)
@@ -110,10 +110,10 @@ def test_arguments_of_16_bits(name, block, low):
   rounded = [x.astype(dtype) for x, dtype in zip(arguments, dtypes, strict=True)]
   rounded = rounded, weights.astype(jnp.bfloat16)
   run = jax.jit(with_gradients(name, block_size=block))
-  found = run(*rounded)
-  assert [x.dtype for x in found] == [jnp.bfloat16, *dtypes]
+  actual = run(*rounded)
+  assert [x.dtype for x in actual] == [jnp.bfloat16, *dtypes]
   expected = run(*jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
-  for x, y in zip(found, expected, strict=True):
+  for x, y in zip(actual, expected, strict=True):
     # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
     np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=0, atol=0.02 * np.abs(y).max())
 
@@ -174,8 +174,8 @@ def test_the_gradient_drops_what_the_result_dropped():
     return jnp.einsum("bths,bshe->bthe", weights_bths * factors_bths, values)
 
   run = with_gradients("relative", dropout_rate=0.3, dropout_key=key, block_size=BLOCK)
-  found = jax.jit(run)(arguments, weights)
-  assert_close(found, exact.run(expected, arguments, weights), 2e-5)
+  actual = jax.jit(run)(arguments, weights)
+  assert_close(actual, exact.run(expected, arguments, weights), 2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 17])

@@ -20,9 +20,9 @@ def draw(rank, length=7, taps=11, width=3, written=5, dtype=jnp.float32):
   return [x.astype(dtype) for x in arrays]
 
 
-def assert_close(found, expected, tolerance=1e-5):
+def assert_close(actual, expected, tolerance=1e-5):
   """Errors, in units of the expected array's root mean square: largest, and that."""
-  for name, a, b in zip(("result", "inputs", "filters"), found, expected, strict=False):
+  for name, a, b in zip(("result", "inputs", "filters"), actual, expected, strict=False):
     a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
     error = np.abs(a - b) / np.sqrt(np.mean(b**2))
     assert error.max() < tolerance, name

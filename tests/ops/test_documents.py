@@ -45,8 +45,8 @@ def check(operator, of_tokens, shared=()):
       for x in of_tokens
     ]
     output = operator(*rows, *shared)
-    found = [y[: part.stop - part.start] for (_, part), y in zip(PARTS, output, strict=True)]
-    return jnp.concatenate(found).reshape(shape)
+    actual = [y[: part.stop - part.start] for (_, part), y in zip(PARTS, output, strict=True)]
+    return jnp.concatenate(actual).reshape(shape)
 
   arrays, run = (of_tokens, shared), with_gradients(packed)
   (_, before), grads = run(arrays)

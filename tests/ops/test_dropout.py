@@ -63,8 +63,8 @@ def test_threefry():
   key = jax.random.bits(jax.random.key(7), (2,), jnp.uint32)
   high, low = jax.random.bits(jax.random.key(8), (2, 5, 3), jnp.uint32)
   expected = threefry_2x32(key, jnp.concatenate([high.ravel(), low.ravel()]))
-  found = jnp.stack(module.threefry(key, high, low, rounds=20)).ravel()
-  np.testing.assert_array_equal(found, expected)
+  actual = jnp.stack(module.threefry(key, high, low, rounds=20)).ravel()
+  np.testing.assert_array_equal(actual, expected)
 
 
 def test_after_relu_is_both_and_keeps_its_output_alone():

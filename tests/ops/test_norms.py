@@ -28,9 +28,9 @@ def plain(is_centred, x, scale, bias=0):
 )
 def test_is_the_formula_and_so_is_its_gradient(norm, count):
   formula = partial(plain, norm is norms.layer_norm)
-  found, expected = exact.both(norm, formula, draw()[:count])
-  np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
-  for x, y in zip(found[1:], expected[1:], strict=True):
+  actual, expected = exact.both(norm, formula, draw()[:count])
+  np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+  for x, y in zip(actual[1:], expected[1:], strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 

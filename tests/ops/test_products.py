@@ -103,7 +103,7 @@ SPECS = {
 def test_bfloat16_factors_have_float32_sums(spec):
   x, y = (normal(*shape) for shape in SPECS[spec])
   with ops.product_dtype("bfloat16"):
-    found = jax.jit(partial(product_and_gradients, spec))(x, y)
+    actual = jax.jit(partial(product_and_gradients, spec))(x, y)
     mapped = jax.jit(jax.vmap(partial(products.product, spec), (0, None)))(jnp.stack([x, -x]), y)
   result = np.einsum(spec, rounded(x), rounded(y))
   grad = rounded(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape))
@@ -113,7 +113,7 @@ def test_bfloat16_factors_have_float32_sums(spec):
     np.einsum(f"{z},{b}->{a}", grad, rounded(y)),
     np.einsum(f"{a},{z}->{b}", rounded(x), grad),
   )
-  for ours, expected in zip(found, (result, by_x, by_y), strict=True):
+  for ours, expected in zip(actual, (result, by_x, by_y), strict=True):
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(mapped, np.stack([result, -result]), rtol=1e-5, atol=1e-5)
@@ -169,8 +169,8 @@ def test_derivatives_in_forward_mode_are_refused_with_advice():
 @pytest.mark.parametrize("length", [32, 18, 7])  # In parts of 2, of 2 and of 1.
 def test_row_product_is_the_sum_in_float64(length):
   x, y = normal(2, 3, length), normal(2, 3, length, 5)
-  found = both(products.row_product, partial(jnp.einsum, "bhk,bhkn->bhn"), (x, y))
-  for ours, expected in zip(*found, strict=True):
+  actual = both(products.row_product, partial(jnp.einsum, "bhk,bhkn->bhn"), (x, y))
+  for ours, expected in zip(*actual, strict=True):
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
   low = jax.jit(products.row_product)(x.astype(jnp.bfloat16), y.astype(jnp.bfloat16))
   assert low.dtype == jnp.float32

@@ -38,13 +38,13 @@ def assert_near(output, expected, limit):
 )
 def test_selective_state_space_equals_the_recurrence(document_starts, chunk_size):
   settings = dict(document_starts=document_starts, chunk_size=chunk_size)
-  found, expected = exact.both(
+  actual, expected = exact.both(
     partial(ops.selective_state_space, **settings),
     partial(selective_state_space, starts=document_starts),
     arguments(),
   )
-  assert_near(found[0], expected[0], 5e-6)
-  for grad, by_argument in zip(found[1:], expected[1:], strict=True):
+  assert_near(actual[0], expected[0], 5e-6)
+  for grad, by_argument in zip(actual[1:], expected[1:], strict=True):
     assert_near(grad, by_argument, 2e-5)
 
 

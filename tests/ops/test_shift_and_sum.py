@@ -27,8 +27,8 @@ def draw(batch, length, heads, features, levels, dtype=jnp.float32):
   return values.astype(dtype), gates.astype(dtype)
 
 
-def assert_close(found, expected, tolerance=1e-5):
-  for name, x, y in zip(("result", "values", "gates"), found, expected, strict=True):
+def assert_close(actual, expected, tolerance=1e-5):
+  for name, x, y in zip(("result", "values", "gates"), actual, expected, strict=True):
     x, y = (np.asarray(z, np.float32) for z in (x, y))
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -61,17 +61,17 @@ def test_a_dropped_level_is_skipped(implementation):
   keep = np.array([True, False, True, False])
   operator = functools.partial(shift_and_sum, level_keep=keep, implementation=implementation)
   equation = functools.partial(reference.shift_and_sum, level_keep=keep)
-  found, expected = exact.both(operator, equation, draw(*SHAPE))
-  assert_close(found, expected)
-  np.testing.assert_array_equal(found[2][..., ~keep], 0)
+  actual, expected = exact.both(operator, equation, draw(*SHAPE))
+  assert_close(actual, expected)
+  np.testing.assert_array_equal(actual[2][..., ~keep], 0)
 
 
 def test_bfloat16_is_summed_in_float32(implementation):
   operator = functools.partial(shift_and_sum, implementation=implementation)
-  found, expected = exact.both(operator, reference.shift_and_sum, draw(*SHAPE, jnp.bfloat16))
-  assert [x.dtype for x in found] == [jnp.bfloat16] * 3
-  np.testing.assert_array_equal(found[0], expected[0].astype(jnp.bfloat16))
-  assert_close(found, expected, 2**-7)
+  actual, expected = exact.both(operator, reference.shift_and_sum, draw(*SHAPE, jnp.bfloat16))
+  assert [x.dtype for x in actual] == [jnp.bfloat16] * 3
+  np.testing.assert_array_equal(actual[0], expected[0].astype(jnp.bfloat16))
+  assert_close(actual, expected, 2**-7)
 
 
 def test_matrix_is_the_product_of_the_levels():
