@@ -20,7 +20,7 @@ from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
 from dpjax.ops.documents import document_positions, mask_padding
 from dpjax.ops.placement import automatic_axes, by_platform, is_symbolic, num_devices
-from dpjax.ops.products import low_product, product, sum_dtype
+from dpjax.ops.products import low_product, product, sum_dtype, sum_products, take_rows
 
 
 @automatic_axes
@@ -379,13 +379,12 @@ def causal_convolution_cached(
   chunk, num_taps = inputs.shape[1], len(taps)
   if chunk == 1:
     # The ring is written before it is read, as XLA would copy it otherwise.
-    dtype = sum_dtype(inputs, taps)
     ring_bld = _write(cache, inputs, lengths_b)
-    newest_bl = cache.length[:, None] - _range(num_taps)[None]
-    y_be = _sum_of(_read(ring_bld, newest_bl).astype(dtype), taps.astype(dtype))
+    y_be = _newest(ring_bld, cache.length, taps)
     y_b1e = y_be[:, None].astype(inputs.dtype)
     return y_b1e, ConvolutionCache(ring_bld, cache.length + lengths_b)
-  past_bld = _read(cache.inputs, cache.length[:, None] + _range(1 - num_taps, 0)[None])
+  slots_bl = (cache.length[:, None] + _range(1 - num_taps, 0)[None]) % num_taps
+  past_bld = take_rows(cache.inputs, slots_bl)
   y_bte = causal_convolution(
     jnp.concatenate([past_bld, inputs], axis=1),
     jnp.pad(taps, [(0, chunk - 1)] + [(0, 0)] * (taps.ndim - 1)),
@@ -397,12 +396,6 @@ def causal_convolution_cached(
 
 def _range(*bounds):
   return jnp.arange(*bounds, dtype=jnp.int32)
-
-
-def _read(ring_bld, position_bu):
-  """Some positions of a ring, [B, U, D]."""
-  take = jax.vmap(lambda x, slots: x.at[slots].get(mode="promise_in_bounds"))
-  return take(ring_bld, position_bu % ring_bld.shape[1])
 
 
 def _write(cache, inputs, lengths_b):
@@ -421,8 +414,14 @@ def _write(cache, inputs, lengths_b):
   return jnp.where((index_bl >= 0)[:, :, None], new_bld, ring_bld)
 
 
-def _sum_of(x_bld, taps):
-  """[B, E], the sum of inputs times taps."""
-  if taps.ndim == 3:
-    return jnp.einsum("bld,lde->be", x_bld, taps)
-  return (x_bld * (taps if taps.ndim == 2 else taps[:, None])[None]).sum(axis=1)
+def _newest(ring_bld, last_b, taps):
+  """The output at position `last_b` of each row, [B, E]."""
+  # The slot of each tap, and the tap of each slot.
+  index_bl = (last_b[:, None] - _range(len(taps))[None]) % len(taps)
+  if taps.ndim == 1:
+    return sum_products(taps[index_bl][..., None], ring_bld)
+  if taps.ndim == 2:
+    return sum_products(ring_bld, taps[None], index_bl)
+  dtype = sum_dtype(ring_bld, taps)
+  x_bld = take_rows(ring_bld, index_bl)
+  return jnp.einsum("bld,lde->be", x_bld.astype(dtype), taps.astype(dtype))

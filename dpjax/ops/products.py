@@ -158,22 +158,48 @@ def row_product(x_bhk: jax.Array, y_bhkn: jax.Array) -> jax.Array:
     dtype = sum_dtype(x_bhk, y_bhkn)
     return jnp.einsum("bhk,bhkn->bhn", x_bhk, y_bhkn, preferred_element_type=dtype)
 
-  return by_platform({"cpu": _sum_parts, "default": multiply}, x_bhk, y_bhkn)
+  def add(x_bhk, y_bhkn):
+    return _sum_parts(x_bhk[..., None], y_bhkn)
+
+  return by_platform({"cpu": add, "default": multiply}, x_bhk, y_bhkn)
+
+
+def sum_products(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+  """Sums x * y over axis -2, in the `sum_dtype` of both; x [.., K, N or 1], y [.., K, N].
+
+  With `rows` [B, K], x[b, rows[b, k]] takes the place of x[b, k].
+  """
+
+  def add(x, y, rows):
+    dtype = sum_dtype(x, y)
+    x = x if rows is None else take_rows(x, rows)
+    return jnp.sum(x.astype(dtype) * y.astype(dtype), axis=-2)
+
+  return by_platform({"cpu": _sum_parts, "default": add}, x, y, rows)
+
+
+def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+  """x[b, rows[b, k]], [B, K, N]; the rows are not checked."""
+  return jax.vmap(lambda x, rows: x.at[rows].get(mode="promise_in_bounds"))(x, rows)
 
 
 _MOST_PARTS = 16  # the fastest of 8, 16, 32 and 64, for 128 and 512 slots of 64 features
 
 
-def _sum_parts(x: jax.Array, y: jax.Array) -> jax.Array:
-  """Multiplies x [.., K] by y [.., K, N], as a sum of products of parts of K.
+def _sum_parts(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> jax.Array:
+  """`sum_products`, as a sum of products of parts of K.
 
-  XLA:CPU computes rows of a batch on one core, and those of 16 bits in a loop of 1 GB/s; sums of
-  slices it fuses, for all cores.
+  XLA:CPU computes rows of a batch on one core, those of 16 bits in a loop of 1 GB/s, and sums of
+  products thirty times as slowly; sums of slices it fuses, for all cores.
   """
   dtype, length = sum_dtype(x, y), y.shape[-2]
   count = next(n for n in range(_MOST_PARTS, 0, -1) if length % n == 0)
-  xs, ys = jnp.split(x, count, axis=-1), jnp.split(y, count, axis=-2)
-  terms = [a[..., None].astype(dtype) * b.astype(dtype) for a, b in zip(xs, ys, strict=True)]
+  if rows is None:
+    xs = jnp.split(x, count, axis=-2)
+  else:  # Each part is read where it is added, without a copy.
+    xs = [take_rows(x, part) for part in jnp.split(rows, count, axis=-1)]
+  ys = jnp.split(y, count, axis=-2)
+  terms = [a.astype(dtype) * b.astype(dtype) for a, b in zip(xs, ys, strict=True)]
   # Without the barrier, XLA:CPU would fuse all into loops that it does not vectorize.
   return jnp.sum(lax.optimization_barrier(sum(terms[1:], terms[0])), axis=-2)
 

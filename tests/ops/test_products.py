@@ -176,3 +176,15 @@ def test_row_product_is_the_sum_in_float64(length):
   assert low.dtype == jnp.float32
   expected = np.einsum("bhk,bhkn->bhn", rounded(x), rounded(y))
   np.testing.assert_allclose(low, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_sum_products_is_the_sum_of_the_rows_it_is_given(width):
+  x, y = normal(2, 18, width), normal(1, 18, 5)
+  rows = jnp.array([[*range(5, 18), *range(5)], [3] * 18])
+  taken = np.stack([np.asarray(x)[b, rows[b]] for b in range(2)])
+  for factor, arguments in ((x, (x, y)), (taken, (x, y, rows))):
+    expected = (np.float64(factor) * np.float64(y)).sum(axis=1)
+    np.testing.assert_allclose(
+      jax.jit(products.sum_products)(*arguments), expected, rtol=1e-5, atol=1e-5
+    )
