@@ -13,6 +13,7 @@ random numbers, with the length set. The parts:
   peers      `dpjax.generation.Generator` in float32 (the base) and bfloat16, beside PyTorch
              (`benchmarks/torch_generation.py`), eager and compiled, and beside the products of
              just one token: every matrix of the model once, from memory
+  prompts    the prompt and the first 16 tokens, in the programs of "peers"
 
 In "peers" neither the prompt nor the first 16 tokens are timed; "compiled in" is the
 seconds of the first run, including at most 64 more tokens.
@@ -210,16 +211,24 @@ def timed(run: Callable[[], float]) -> harness.Program:
   return harness.Program(run, {"compile_seconds": time.perf_counter() - start})
 
 
-def generated(settings: dict, dtype: str, batch: int, prompt: int, tokens: int) -> Any:
-  """Seconds per token of all rows with a `Generator`, and its model and parameters."""
+def generated(
+  settings: dict, dtype: str, batch: int, prompt: int, tokens: int, *, reads_prompt: bool = False
+) -> Any:
+  """Seconds with a `Generator`, and its model and parameters.
+
+  They are those of one token of all rows, or of the prompt and the first 16 tokens.
+  """
   model, params = build(settings)
   whole = config.from_dict({"model": settings})
   generator = Generator(whole.model, whole.sample, model, Bytes())
   text = "".join("a" if x else " " for x in made_up_words(1, prompt)[0])
 
   def run() -> float:
+    start = time.perf_counter()
     pieces = generator.stream(params, [text] * batch, length=tokens, temperature=0.0, dtype=dtype)
     next(pieces)
+    if reads_prompt:
+      return time.perf_counter() - start
     start = time.perf_counter()
     count = sum(rows[0].num_tokens for rows in pieces)
     return (time.perf_counter() - start) / count
@@ -245,15 +254,17 @@ def products(model: Any, params: Any, dtype: str, batch: int, tokens: int) -> ha
   return loop(step, jnp.zeros((batch, 1), dtype), jnp.zeros(tokens), kernels)
 
 
-def torch_program(settings: dict, **options: Any) -> harness.Program | str:
+def torch_program(settings: dict, *, reads_prompt: bool = False, **options: Any) -> Any:
   """The same by `benchmarks/torch_generation.py`, in a separate process."""
   if importlib.util.find_spec("torch") is None:
     return "PyTorch is not installed"
-  settings = config.from_dict({"model": settings}).model.to_dict()
+  options |= {"model": config.from_dict({"model": settings}).model.to_dict()}
+  options |= {"reads_prompt": reads_prompt}
   file = pathlib.Path(__file__).with_name("torch_generation.py")
-  process = harness.Process([str(file), json.dumps({"model": settings} | options)])
+  process = harness.Process([str(file), json.dumps(options)])
   process.read()
-  return timed(lambda: process.ask()["seconds"])
+  count = 1 if reads_prompt else options["tokens"]
+  return timed(lambda: process.ask()["seconds"] / count)
 
 
 def peers(quick: bool) -> Iterator[harness.Case]:
@@ -274,11 +285,23 @@ def peers(quick: bool) -> Iterator[harness.Case]:
     for named, compiles in itertools.product(("float32", "bfloat16"), (False, True)):
       if name == "attention" and (not compiles or (batch, prompt) in ((1, 16), (16, 16))):
         label = f"PyTorch{', compiled' * compiles}, {named}"
-        options = dict(batch=batch, prompt=prompt, tokens=tokens - 16, dtype=named)
+        options = dict(batch=batch, prompt=prompt + 16, tokens=tokens - 16, dtype=named)
         programs[label] = torch_program(settings, compile=compiles, **options)
     yield harness.Case(f"{name}, batch {batch}, prompt {prompt}", "float32", programs)
 
 
+def prompts(quick: bool) -> Iterator[harness.Case]:
+  sizes = (QUICK if quick else SIZES) | {"vocab_size": 256, "max_length": 64 if quick else 512}
+  sizes |= MODELS["attention"]
+  for batch, prompt in ((2, 32),) if quick else itertools.product((1, 16), (64, 256, 400)):
+    programs: dict[str, Any] = {}
+    for dtype, named in (("model", "float32"), ("bfloat16", "bfloat16")):
+      programs[named], *_ = generated(sizes, dtype, batch, prompt, 16, reads_prompt=True)
+      options = dict(batch=batch, prompt=prompt, tokens=16, dtype=named, compile=False)
+      programs[f"PyTorch, {named}"] = torch_program(sizes, reads_prompt=True, **options)
+    yield harness.Case(f"attention, batch {batch}, prompt {prompt}", "float32", programs)
+
+
 if __name__ == "__main__":
-  PARTS = (operators, models, pooling, peers)
+  PARTS = (operators, models, pooling, peers, prompts)
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="generation")

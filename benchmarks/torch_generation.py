@@ -3,11 +3,11 @@
   python benchmarks/torch_generation.py '{"model": {...}, "batch": 16, "prompt": 16, ...}'
 
 prints a line of JSON when it is ready, and for every line that it reads generates tokens and prints
-the seconds of one (`harness.serve`); `benchmarks/generation.py` starts it. The modules are those of
+the seconds (`harness.serve`); `benchmarks/generation.py` starts it. The modules are those of
 `benchmarks/torch_models.py`, with a static cache of keys and values; in eager mode, only its
 filled part is read.
 
-B batch, H head, M slot of a cache, E feature of a head.
+B batch, T position, H head, M slot of a cache, E feature of a head.
 """
 
 import json
@@ -23,8 +23,8 @@ class Rows:
   """Rows of text, greedily continued.
 
   Args:
-    settings: "model", for `LanguageModel`; "batch"; "prompt" and "tokens", the numbers of tokens
-      before and while it is timed; "dtype"; "compile".
+    settings: "model", for `LanguageModel`; "batch"; "prompt", the number of tokens before;
+      "reads_prompt", or its keys and values are random; "tokens", how many; "dtype"; "compile".
   """
 
   def __init__(self, settings):
@@ -39,45 +39,50 @@ class Rows:
     # One compiled layer for all.
     self.block = torch.compile(self.block) if settings["compile"] else self.block
 
-  def step(self, token_b, position):
-    """The token after the one at a position."""
+  def step(self, tokens_bt, begin):
+    """The token after some that begin at a position: one, or a prompt."""
     embedding = self.model.embedding
-    x_bd = embedding.tokens(token_b) * embedding.scale
-    x_bd = x_bd + embedding.table[position].to(self.dtype)
+    positions = begin if self.settings["compile"] else slice(begin, begin + tokens_bt.shape[1])
+    x_btd = embedding.tokens(tokens_bt) * embedding.scale
+    x_btd = x_btd + embedding.table[positions].to(self.dtype)
     for layer, cache in zip(self.model.layers, self.cache, strict=True):
-      x_bd = self.block(layer, cache, x_bd, position)
-    return self.model.logits(x_bd).argmax(dim=-1)
+      x_btd = self.block(layer, cache, x_btd, positions)
+    return self.model.logits(x_btd[:, -1:]).argmax(dim=-1)
 
-  def block(self, layer, cache, x_bd, position):
+  def block(self, layer, cache, x_btd, positions):
     """A layer, with the norm after each branch."""
-    x_bd = layer.mixer_norm(x_bd + self.attend(layer.mixer, cache, x_bd, position))
-    return layer.feed_forward_norm(x_bd + layer.feed_forward(x_bd))
+    x_btd = layer.mixer_norm(x_btd + self.attend(layer.mixer, cache, x_btd, positions))
+    return layer.feed_forward_norm(x_btd + layer.feed_forward(x_btd))
 
-  def attend(self, mixer, cache, x_bd, position):
-    """Writes a key and a value; attends to all up to these."""
-    qkv = mixer.queries_keys_values(x_bd).view(len(x_bd), 3, self.num_heads, -1)
-    q_bhe, k_bhe, v_bhe = qkv.unbind(1)
+  def attend(self, mixer, cache, x_btd, positions):
+    """Writes keys and values; attends to all up to these."""
+    shape = (*x_btd.shape[:2], 3, self.num_heads, -1)
+    q_bhte, *new = mixer.queries_keys_values(x_btd).view(shape).permute(2, 0, 3, 1, 4)
     if self.settings["compile"]:  # A program for all positions reads all slots.
-      for kept, new in zip(cache, (k_bhe, v_bhe), strict=True):
-        kept.index_copy_(2, position, new[:, :, None])
-      (k_bhme, v_bhme), mask = cache, (torch.arange(cache.shape[3]) <= position)[None]
+      for kept, x_bhte in zip(cache, new, strict=True):
+        kept.index_copy_(2, positions, x_bhte)
+      (k_bhme, v_bhme), mask = cache, (torch.arange(cache.shape[3]) <= positions)[None]
     else:
-      cache[0, :, :, position], cache[1, :, :, position] = k_bhe, v_bhe
-      (k_bhme, v_bhme), mask = cache[:, :, :, : position + 1], None
-    y_bh1e = F.scaled_dot_product_attention(q_bhe[:, :, None], k_bhme, v_bhme, mask)
-    return mixer.out(y_bh1e.reshape(x_bd.shape))
+      cache[0][:, :, positions], cache[1][:, :, positions] = new
+      (k_bhme, v_bhme), mask = cache[:, :, :, : positions.stop], None
+    # A prompt begins at 0, so that positions and slots are equal.
+    is_causal = x_btd.shape[1] > 1
+    y_bhte = F.scaled_dot_product_attention(q_bhte, k_bhme, v_bhme, mask, is_causal=is_causal)
+    return mixer.out(y_bhte.transpose(1, 2).reshape(x_btd.shape))
 
   @torch.inference_mode()
   def run(self):
-    """The seconds per token of all rows, after a prompt with random keys and values."""
-    token_b = torch.zeros(self.settings["batch"], dtype=torch.long)
-    first, tokens = self.settings["prompt"] + 16, self.settings["tokens"]
+    """The seconds for `tokens` of every row, and those for the prompt if it is read."""
+    batch, begin, tokens = (self.settings[key] for key in ("batch", "prompt", "tokens"))
+    token_b1 = torch.zeros(batch, 1, dtype=torch.long)
     start = time.perf_counter()
-    for position in range(first, first + tokens):
+    if self.settings["reads_prompt"]:
+      token_b1 = self.step(torch.zeros(batch, begin, dtype=torch.long), 0)
+    for position in range(begin, begin + tokens):
       is_compiled = self.settings["compile"]
-      token_b = self.step(token_b, torch.tensor([position]) if is_compiled else position)
-    token_b.tolist()
-    return {"seconds": (time.perf_counter() - start) / tokens}
+      token_b1 = self.step(token_b1, torch.tensor([position]) if is_compiled else position)
+    token_b1.tolist()
+    return {"seconds": time.perf_counter() - start}
 
 
 def main():

@@ -172,7 +172,7 @@ class Generator:
       # A middle reads `size` segments and null groups at once.
       caches = self._attention_caches(len(rows))
       slots = self._num_slots(caches, size)
-      state = self._begin(layer_params, *_pad(rows, size), keys, slots=slots)
+      state = self._begin(params, *_pad(rows, size), keys, slots=slots)
     else:
       layer_params, state, caches, slots = params, self._slide(rows), [], 0
     while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:

@@ -142,14 +142,16 @@ class Stack(nn.Module):
   ) -> tuple[jax.Array, tuple]:
     """Returns the outputs for the next T tokens, [B, T, D], and the new cache of each layer.
 
+    A chunk is read in a loop over the layers, which is compiled once, unless the parameters are
+    from `unstack`. For single tokens, the loop would copy each layer's parameters and cache.
+
     Args:
       x_btd: [B, T, D].
       caches: from `init_cache` or the previous call.
       lengths: [B], int32, the number of real tokens in each row; None means all.
       positions: as in a call, for `max_length` distances.
     """
-    x_btd = self.cast_residual(x_btd)
-    layers = self.unstack(self.variables["params"])
+    x_btd, params = self.cast_residual(x_btd), self.variables["params"]
     blocks = self.unbind()[0].blocks
 
     def run(x_btd, pairs) -> Any:
@@ -161,19 +163,20 @@ class Stack(nn.Module):
         new_caches.append(cache)
       return x_btd, new_caches
 
-    pairs = [(layers[str(i)], cache) for i, cache in enumerate(caches)]
-    # A chunk runs in a loop over the layers, which is compiled once. For single tokens that would
-    # copy each layer's parameters and cache.
     num_blocks, num_looped, looped = len(blocks), 0, []
     has_periods = self.block is not None or self.period is not None
-    if x_btd.shape[1] > 1 and self.scan_layers and has_periods:
+    if x_btd.shape[1] > 1 and self.scan_layers and has_periods and "0" not in params:
       num_looped = self.num_layers // num_blocks * num_blocks
-    if num_looped:
-      layers_of = [pairs[i:num_looped:num_blocks] for i in range(num_blocks)]
-      stacked = [jax.tree.map(lambda *x: jnp.stack(x), *layers) for layers in layers_of]
-      x_btd, stacked = jax.lax.scan(run, x_btd, stacked)
-      looped = [_layer(stacked[i % num_blocks], i // num_blocks) for i in range(num_looped)]
-    x_btd, rest = run(x_btd, pairs[num_looped:])
+      stacked = [params]
+      if self.block is None:
+        stacked = [params["period"][f"place_{i}"] for i in range(num_blocks)]
+      caches_of = [caches[i:num_looped:num_blocks] for i in range(num_blocks)]
+      caches_of = [jax.tree.map(lambda *x: jnp.stack(x), *of_block) for of_block in caches_of]
+      x_btd, new = jax.lax.scan(run, x_btd, list(zip(stacked, caches_of, strict=True)))
+      looped = [_layer(new[i % num_blocks], i // num_blocks) for i in range(num_looped)]
+    layers = self.unstack(params)
+    pairs = [(layers[str(i)], caches[i]) for i in range(num_looped, self.num_layers)]
+    x_btd, rest = run(x_btd, pairs)
     return x_btd, (*looped, *rest)
 
   def cast_residual(self, x_btd: jax.Array) -> jax.Array:

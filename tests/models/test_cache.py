@@ -1,5 +1,6 @@
 """Models with a cache: whatever the chunks, the outputs are those of the parallel pass."""
 
+import re
 from functools import partial
 
 import jax
@@ -121,6 +122,15 @@ def test_chunks_are_the_whole(case):
     np.testing.assert_array_equal(expected.boundaries, SPACES)
   of_step = model.unstack(params) if case in BY_LAYER else params
   helpers.check_chunks(model, of_step, TOKENS, expected, helpers.SCHEDULES[schedule])
+
+
+def test_a_chunk_does_not_copy_the_parameters_of_all_layers():
+  model = dpjax.build_model(modern())
+  params, cache = helpers.draw_params(model, 1, 1.0), model.init_cache(BATCH)
+  run = jax.make_jaxpr(lambda p, x: model.apply({"params": p}, x, cache=cache).logits)
+  shape = str(params["layers"]["feed_forward"]["out"]["kernel"].shape)[1:-1].replace(" ", "")
+  assert f"f32[{shape}]" in (jaxpr := str(run(params, TOKENS[:, :5])))
+  assert not re.search(rf"{re.escape(f'f32[{shape}]')} = (stack|concatenate)", jaxpr)
 
 
 @pytest.mark.slow
