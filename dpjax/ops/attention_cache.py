@@ -362,7 +362,8 @@ def _sum_values(weights_bhcm, values_bhme) -> jax.Array:
   values_bhme = values_bhme.astype(weights_bhcm.dtype)
   if values_bhme.dtype in LOW:
     return low_product(weights_bhcm, values_bhme, "bhcm,bhme->bche", values_bhme.dtype)
-  return jnp.einsum("bhcm,bhme->bche", weights_bhcm, values_bhme)
+  # XLA:CPU takes half the time for this order of the axes.
+  return jnp.einsum("bhcm,bhme->bhce", weights_bhcm, values_bhme).swapaxes(1, 2)
 
 
 def _zero_padding(x_bche, lengths) -> jax.Array:
