@@ -13,10 +13,11 @@ random numbers, with the length set. The parts:
   peers      `dpjax.generation.Generator` in float32 (the base) and bfloat16, beside PyTorch
              (`benchmarks/torch_generation.py`), eager and compiled, and beside the products of
              just one token: every matrix of the model once, from memory
-  prompts    the prompt and the first 16 tokens, in the programs of "peers"
+  prompts    a prompt and the first 16 tokens by a `Generator`, which pads the prompt to a power of
+             2 or the window and splits the parameters by layer, and by PyTorch in eager mode
 
-In "peers" neither the prompt nor the first 16 tokens are timed; "compiled in" is the
-seconds of the first run, including at most 64 more tokens.
+In "peers" neither the prompt nor the first 16 tokens are timed. In both, "compiled in" is the
+seconds of the first run, with all its tokens.
 """
 
 import functools

@@ -23,8 +23,9 @@ class Rows:
   """Rows of text, greedily continued.
 
   Args:
-    settings: "model", for `LanguageModel`; "batch"; "prompt", the number of tokens before;
-      "reads_prompt", or its keys and values are random; "tokens", how many; "dtype"; "compile".
+    settings: "model", for `LanguageModel`; "batch"; "prompt", the number of tokens before those
+      that are generated; "reads_prompt", whether it is read (not with "compile"), else its keys and
+      values are random; "tokens", how many to generate; "dtype"; "compile".
   """
 
   def __init__(self, settings):
@@ -77,7 +78,7 @@ class Rows:
     token_b1 = torch.zeros(batch, 1, dtype=torch.long)
     start = time.perf_counter()
     if self.settings["reads_prompt"]:
-      token_b1 = self.step(torch.zeros(batch, begin, dtype=torch.long), 0)
+      token_b1, tokens = self.step(torch.zeros(batch, begin, dtype=torch.long), 0), tokens - 1
     for position in range(begin, begin + tokens):
       is_compiled = self.settings["compile"]
       token_b1 = self.step(token_b1, torch.tensor([position]) if is_compiled else position)

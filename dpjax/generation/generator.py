@@ -218,7 +218,10 @@ class Generator:
     return decode.State(last, jnp.asarray(lengths), decode.WindowCache(*window))
 
   def _unstack(self, params):
-    """The parameters by layer, with matrices in the dtype of the layer's products."""
+    """The parameters by layer, with matrices in the dtype of the layer's products.
+
+    Layers round them to it in any case, as when a prompt is read with the parameters themselves.
+    """
     dtype = getattr(self._model, "dtype", jnp.float32)
 
     def cast(path, x):

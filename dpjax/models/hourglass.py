@@ -235,7 +235,7 @@ class Hourglass(nn.Module):
       queue_bsd = self.middle_norm(queue_bsd)
 
     middle, variables = self.middle.unbind()
-    params = variables["params"] if tokens.shape[1] > 1 else middle.unstack(variables["params"])
+    params = variables["params"] if inputs.shape[1] > 1 else middle.unstack(variables["params"])
     step = functools.partial(middle.apply, {"params": params}, method="step")
     shared = {} if isinstance(middle, Hourglass) else self._positions(self.middle)
     norm: Any = self.middle_out_norm

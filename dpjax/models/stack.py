@@ -174,7 +174,7 @@ class Stack(nn.Module):
       caches_of = [jax.tree.map(lambda *x: jnp.stack(x), *of_block) for of_block in caches_of]
       x_btd, new = jax.lax.scan(run, x_btd, list(zip(stacked, caches_of, strict=True)))
       looped = [_layer(new[i % num_blocks], i // num_blocks) for i in range(num_looped)]
-    layers = self.unstack(params)
+    layers = self.unstack(params) if num_looped < self.num_layers else {}
     pairs = [(layers[str(i)], caches[i]) for i in range(num_looped, self.num_layers)]
     x_btd, rest = run(x_btd, pairs)
     return x_btd, (*looped, *rest)

@@ -27,8 +27,7 @@ def _block_sizes(length: int) -> dict[str, int]:
   kernels for each tile; and on a TPU, where tiles should stay in the core's memory, by the bytes
   that compiled programs move.
   """
-  on_tpu = min(max(256, length // 16), 1024)
-  return {"cpu": 128 if length < 1024 else 256, "tpu": on_tpu, "default": 1024}
+  return {"cpu": 128, "tpu": min(max(256, length // 16), 1024), "default": 1024}
 
 
 @automatic_axes
@@ -67,8 +66,8 @@ def causal_attention(
       document. None means that each row is one document.
     window: w, the maximum number of keys that a query sees, including its own; None for
       all.
-    block_size: the maximum number of queries and keys of a tile. None: 128 or 256 on a CPU, 256 to
-      1,024 on a TPU, by T, else 1,024 or cuDNN's, and with a window at most that many, or 128.
+    block_size: the maximum number of queries and keys of a tile. None: 128 on a CPU, 256 to 1,024
+      by T on a TPU, else 1,024 or cuDNN's, and with a window at most that many, or 128.
 
   Returns:
     The output, in the dtype of `values`.
@@ -272,7 +271,7 @@ def _check(queries, dropout_rate, dropout_key, document_starts, block_size, wind
       reach_bt = jnp.arange(length, dtype=jnp.int32)[None]
     reach_bt = jnp.minimum(reach_bt, window - 1)
     if block_size is None:
-      chosen = {name: min(size, max(window, 128)) for name, size in chosen.items()}
+      chosen = {name: min(size, max(window, chosen["cpu"])) for name, size in chosen.items()}
 
   def even(size: int) -> int:
     # Multiples of 8 fill the processor's vectors.

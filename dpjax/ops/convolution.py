@@ -416,7 +416,7 @@ def _write(cache, inputs, lengths_b):
 
 def _newest(ring_bld, last_b, taps):
   """The output at position `last_b` of each row, [B, E]."""
-  # The slot of each tap, and the tap of each slot.
+  # The slot of each tap; also the tap of each slot, as the map is its own inverse.
   index_bl = (last_b[:, None] - _range(len(taps))[None]) % len(taps)
   if taps.ndim == 1:
     return sum_products(taps[index_bl][..., None], ring_bld)

@@ -74,6 +74,15 @@ def test_two_stages_are_causal_and_the_same_in_any_batch(pooled):
   assert not inner[np.arange(inner.shape[1]) >= segments[:, None]].any()
 
 
+@pytest.mark.parametrize("chunk", [5, 1])
+def test_a_cached_step_of_two_stages_keeps_the_shapes(pooled, chunk):
+  model, params, *_ = pooled
+  cache = model.init_cache(BATCH)
+  output = jax.eval_shape(model.apply, {"params": params}, TOKENS[:, :chunk], cache=cache)
+  assert output.logits.shape == (BATCH, chunk, VOCAB)
+  assert jax.tree.map(jnp.shape, output.cache) == jax.tree.map(jnp.shape, cache)
+
+
 @pytest.mark.slow
 def test_the_least_capacity_and_chunks_give_the_same(pooled):
   model, params, _, full = pooled

@@ -178,10 +178,10 @@ def test_row_product_is_the_sum_in_float64(length):
   np.testing.assert_allclose(low, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("width", [1, 5])
-def test_sum_products_is_the_sum_of_the_rows_it_is_given(width):
-  x, y = normal(2, 18, width), normal(1, 18, 5)
-  rows = jnp.array([[*range(5, 18), *range(5)], [3] * 18])
+@pytest.mark.parametrize(("length", "width"), [(18, 1), (18, 5), (7, 5), (1, 5)])
+def test_sum_products_is_the_sum_of_the_rows_it_is_given(length, width):
+  x, y = normal(2, length, width), normal(1, length, 5)
+  rows = jnp.array([np.roll(np.arange(length), 4), [length - 1] * length])
   taken = np.stack([np.asarray(x)[b, rows[b]] for b in range(2)])
   for factor, arguments in ((x, (x, y)), (taken, (x, y, rows))):
     expected = (np.float64(factor) * np.float64(y)).sum(axis=1)
