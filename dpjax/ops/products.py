@@ -190,8 +190,8 @@ def _sum_parts(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> jax
   """`sum_products`, as a sum of products of parts of K.
 
   XLA:CPU multiplies rows of a batch on one core, and those of 16 bits at 1 GB/s; `jnp.sum(x * y)`
-  over an axis can take thirty times as long. Sums of slices it fuses, for all
-  cores; a prime K is one slice.
+  over an axis can take thirty times as long. Sums of slices it fuses, for all cores. A prime K is
+  one slice.
   """
   dtype, length = sum_dtype(x, y), y.shape[-2]
   count = next(n for n in range(_MOST_PARTS, 0, -1) if length % n == 0)
