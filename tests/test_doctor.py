@@ -11,15 +11,20 @@ from dpjax.commands import doctor
 from tests import helpers
 
 
+CONVOLUTIONS = doctor._CONVOLUTIONS
+
+
 @pytest.fixture(autouse=True)
-def rates(monkeypatch):
+def quick(monkeypatch):
   monkeypatch.setattr(doctor, "_gigaflops", {"float32": 123.0, "bfloat16": 45.6}.__getitem__)
+  monkeypatch.setattr(doctor, "_CONVOLUTIONS", "print(0.0)")
 
 
-def test_doctor_here(capsys):
+def test_doctor_here(monkeypatch, capsys):
+  monkeypatch.setattr(doctor, "_CONVOLUTIONS", CONVOLUTIONS)
   assert helpers.command("doctor") is None
   text = capsys.readouterr().out
-  for name in ("operators", "products", "attention"):
+  for name in ("operators", "products", "attention", "convolution"):
     assert re.search(rf"^{name} +right$", text, re.MULTILINE), text
   assert f"jaxlib              {metadata.version('jaxlib')}\n" in text
   assert re.search(r"^devices +8 cpu \(cpu\), [\d.]+ GiB of the machine$", text, re.MULTILINE)
@@ -74,3 +79,18 @@ def test_versions_with_defects(monkeypatch):
   _, _, *lines = helpers.command("doctor").splitlines()
   for line, (package, about) in zip(lines, defects.items(), strict=True):
     assert line.startswith(f"{package}: ") and about in line
+
+
+@pytest.mark.parametrize(
+  "program, seconds, expected",
+  [
+    ("import time; time.sleep(999)", 1, "expected a result, got: no end within 1 s"),
+    ("raise SystemExit('no room')", 99, "expected a result, got: no room"),
+    ("print(0.5)", 99, "expected NumPy's numbers, got a relative error of 0.5"),
+  ],
+)
+def test_convolutions_run_in_a_process_of_their_own(program, seconds, expected, monkeypatch):
+  monkeypatch.setattr(doctor, "_CONVOLUTIONS", program)
+  monkeypatch.setattr(doctor, "_MOST_SECONDS", seconds)
+  message = helpers.command("doctor")
+  assert message == f"\nwrong:\nconvolution: {expected}; try another version of jax"

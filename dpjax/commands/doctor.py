@@ -5,7 +5,9 @@ Exits with status 1 if a result is wrong, or an installed version is known to gi
 """
 
 import contextlib
+import os
 import platform
+import subprocess
 import sys
 import time
 from importlib import metadata
@@ -44,7 +46,12 @@ def _check_all() -> None:
       if defect := _DEFECTS.get((package, version)):
         failures.append(f"{package} {version}: {defect}; install another version of jax")
   _print("devices", _devices())
-  checks = {"operators": _operators, "products": _products, "attention": _attention}
+  checks = {
+    "operators": _operators,
+    "products": _products,
+    "attention": _attention,
+    "convolution": _convolution,
+  }
   for name, check in checks.items():
     message = "right"
     try:
@@ -104,6 +111,46 @@ def _attention() -> float:
   weights = np.exp(np.einsum("bthe,bshe->bhts", q, k) / np.sqrt(shape[-1]))
   weights *= np.tri(shape[1])
   return _error(result, np.einsum("bhts,bshe->bthe", weights / weights.sum(-1, keepdims=True), v))
+
+
+def _convolution() -> float:
+  """The error of eight causal convolutions at once, in a process that is ended if they hang."""
+  # Without the workaround in `ops.causal_convolution`, jaxlib 0.11.1 and 0.11.2 hang on a CPU.
+  command = [sys.executable, "-c", _CONVOLUTIONS]
+  # The memory of a GPU is taken by this process.
+  environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+  try:
+    result = subprocess.run(
+      command, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS
+    )
+  except subprocess.TimeoutExpired:
+    raise RuntimeError(f"no end within {_MOST_SECONDS} s") from None
+  if result.returncode:
+    raise RuntimeError((result.stderr.strip().splitlines() or ["no message"])[-1])
+  return float(result.stdout)
+
+
+_MOST_SECONDS = 120
+_CONVOLUTIONS = """
+import jax
+import numpy as np
+from dpjax import ops
+
+rng = np.random.default_rng(0)
+inputs = [np.float32(rng.standard_normal((4, 1000, 3 + i))) for i in range(8)]
+filters = [np.float32(rng.standard_normal((1000, 3 + i))) for i in range(8)]
+convolve = jax.jit(
+  lambda xs, ws: [ops.causal_convolution(x, w, implementation="fft") for x, w in zip(xs, ws)]
+)
+for _ in range(20):
+  results = jax.block_until_ready(convolve(inputs, filters))
+errors = []
+for x, w, y in zip(inputs, filters, results):
+  product = np.fft.rfft(np.float64(x), 2000, axis=1) * np.fft.rfft(np.float64(w), 2000, axis=0)
+  expected = np.fft.irfft(product, 2000, axis=1)[:, :1000]
+  errors.append(np.max(np.abs(y - expected)) / np.max(np.abs(expected)))
+print(np.max(errors))
+"""
 
 
 def _draw(*shapes: tuple[int, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -45,7 +46,8 @@ def causal_convolution(
   - "toeplitz", products with a matrix M[t, s] = filters[t - s], O(T**2) in time and memory.
   - "fft", products of Fourier transforms, O(T log T). XLA computes the FFT of a distributed
     batch on every device.
-  - "dft", the same with each transform as two matrix products, O(T**1.5).
+  - "dft", the same with each transform as two matrix products, O(T**1.5). On a CPU it also stands
+    in for "fft" with jaxlib 0.11.1 and 0.11.2, in which FFTs that run at once can deadlock.
 
   In the last two, a position sees the rounding errors of later ones, about 1e-7 of their size.
   The first two multiply in bfloat16 or float16 if both arguments have that dtype ("scan" only
@@ -75,12 +77,15 @@ def causal_convolution(
       f"inputs: expected at most {len(filters)} positions, one for each tap, got {length}"
     )
   arrays.choice("implementation", implementation, CAUSAL_CONVOLUTION, or_none=True)
-  names: dict[str, str] = {"default": implementation or ""}
   if implementation is None:
     sizes = filters.ndim, math.inf if is_symbolic(inputs) else batch, length
-    devices = num_devices()
-    cpu, default = (choose_implementation(*sizes, x, devices) for x in ("cpu", "default"))
-    names = {"default": default} | ({} if cpu == default else {"cpu": cpu})
+    cpu = choose_implementation(*sizes, "cpu", num_devices())
+    default = choose_implementation(*sizes, "default", num_devices())
+  else:
+    cpu = default = implementation
+  if cpu == "fft" and _FFT_CAN_DEADLOCK:
+    cpu = "dft"
+  names = {"default": default} if cpu == default else {"default": default, "cpu": cpu}
   position_bt = None if document_starts is None else document_positions(document_starts)
   shape = batch, length, filters.shape[2] if filters.ndim == 3 else width
   if 0 in shape or inputs.size == 0:
@@ -104,6 +109,11 @@ def causal_convolution(
 # Positions of a block that is convolved lag by lag if a row has several documents.
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
+# An FFT of XLA:CPU waits for tasks that it gives to a pool of threads. With these versions it also
+# does so on a thread of that pool, so that as many FFTs as there are threads wait for each other
+# for ever (openxla/xla PR 46347). Before 0.11.1, such an FFT takes no other thread; from 0.12 on,
+# programs run on threads of their own, and an FFT does itself what no thread has begun.
+_FFT_CAN_DEADLOCK = (0, 11, 1) <= jaxlib.version.__version_info__ < (0, 12)
 # The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
 # results/ops_h200.json. The first matching row is used: rank of the filters, maximum of B, maximum
 # of T, implementation.
