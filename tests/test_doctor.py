@@ -10,7 +10,6 @@ import pytest
 from dpjax.commands import doctor
 from tests import helpers
 
-
 CONVOLUTIONS = doctor._CONVOLUTIONS
 
 
