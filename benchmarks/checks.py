@@ -34,7 +34,7 @@ from dpjax import ops
 from dpjax.errors import Interrupted
 from dpjax.models import build
 from dpjax.run import training
-from dpjax.training import sharding, step
+from dpjax.training import sharding
 
 FLOAT32, BFLOAT16 = 1e-4, 3e-2
 STEPS = {
@@ -128,9 +128,9 @@ def step_check(name: str, products: str, devices: list) -> list:
   text = np.random.default_rng(0).integers(0, 31, (shape[0], shape[1] + 1)).astype(np.int32)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": np.ones(shape, np.float32)}
   # With SGD at learning rate 1, the update is minus the gradient.
-  trainer = training.make_step_spec(config, model, 10, optax.sgd(1.0))
+  trainer = training.make_trainer(config, model, 10, optax.sgd(1.0))
   abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
-  initial = step.jit_init(model, trainer.optimizer, 0, abstract)  # once, for all devices
+  initial = trainer.init_on_devices(abstract)  # once, for all devices
   # As NumPy arrays, since an update donates the buffers of its state.
   initial = jax.device_get(dataclasses.replace(initial, key=jax.random.key_data(initial.key)))
   results, steps = [], {}
@@ -139,7 +139,7 @@ def step_check(name: str, products: str, devices: list) -> list:
     abstract = trainer.abstract_state(mesh)
     state = dataclasses.replace(initial, key=jax.random.wrap_key_data(jnp.array(initial.key)))
     state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, abstract)
-    run = steps.setdefault(device, trainer.jit_step(abstract, mesh))
+    run = steps.setdefault(device, trainer.jit_step(abstract))
     with jax.default_matmul_precision("highest"):
       state, metrics = run(state, sharding.put_batch(batch, mesh), capacity=None)
     changes = jax.tree.map(np.subtract, initial.params, jax.device_get(state.params))

@@ -3,7 +3,7 @@
   python benchmarks/step.py --parts=dispatcher,extractors --out results/step
 
 A step is the gradient of the mean loss of a fixed batch, clipping where the paper clips, and an
-update by Adam: `dpjax.training.step.jit_train_step`, or `benchmarks/torch_models.py`, with the
+update by Adam: `dpjax.training.Trainer.jit_step`, or `benchmarks/torch_models.py`, with the
 papers' dropout. Each program is a separate process with the same parameters, batch, threads or
 GPU; ratios are to dpjax in float32. "products" is `train.matmul_dtype=bfloat16`, "bfloat16" for
 dpjax `model.dtype`. PyTorch runs eagerly, compiled, and with bfloat16 by autocast. A GPU multiplies
@@ -92,8 +92,8 @@ def serve_jax(settings: Mapping) -> None:
 
   from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses, sharding
-  from dpjax.training import step as training
   from dpjax.training.optimizer import make_optimizer
+  from dpjax.training.trainer import Trainer
 
   device = jax.devices()[0]
   mesh = sharding.make_mesh([device])
@@ -106,14 +106,13 @@ def serve_jax(settings: Mapping) -> None:
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
   batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
   batch = sharding.put_batch(batch, mesh)
-  abstract = training.abstract_state(model, optimizer, 0, mesh)
-  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+  train = config.Train(matmul_dtype=settings["matmul_dtype"])
+  trainer = Trainer(model, optimizer, train, objective)
+  abstract = trainer.abstract_state(mesh)
   start = time.perf_counter()
-  options: dict[str, Any] = dict(objective=objective, matmul_dtype=settings["matmul_dtype"])
-  step = training.jit_train_step(model, optimizer, places, mesh, **options)
-  step = step.lower(abstract, batch).compile()
+  step = trainer.jit_step(abstract).lower(abstract, batch).compile()
   seconds = time.perf_counter() - start
-  state = training.jit_init(model, optimizer, 0, abstract)
+  state = trainer.init_on_devices(abstract)
   ready = harness.peak_mib()
 
   def run() -> dict[str, Any]:

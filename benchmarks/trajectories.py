@@ -291,7 +291,7 @@ class Bench:
       model.update(batch, rate)
     settings, params = interop.from_torch(model.state(), **self._settings(cell, data))
     scorer = make_scorer(config, build_model(settings), data.tokenizer)
-    scores = scorer.score(params, data.splits["valid"], data.counts["valid"])
+    scores = scorer.score(params, data.split("valid"))
     return math.log(scores["perplexity"])
 
   def _dpjax(self, cell: Cell) -> dict[str, Any]:
@@ -373,7 +373,8 @@ def train_dpjax(
 
   from dpjax import interop
   from dpjax.models.build import build_boundaries, build_model
-  from dpjax.training import losses, step
+  from dpjax.training import losses
+  from dpjax.training.trainer import Trainer, TrainState
 
   config, params = interop.from_torch(state, **settings)
   switches: dict[str, dict[str, Any]] = {
@@ -390,11 +391,10 @@ def train_dpjax(
   @jax.jit
   def train(state, batch, noise):
     apply = partial(model.apply, boundary_noise=noise)
-    return step.train_step(
-      types.SimpleNamespace(apply=apply), update, 1, state, batch, objective=objective
-    )
+    trainer = Trainer(types.SimpleNamespace(apply=apply), update, objective=objective)
+    return trainer.step(state, batch)
 
-  now = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
+  now = TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   found = []
   for batch in batches:
     known = {name: x.astype(np.int32) for name, x in batch.items() if name != "noise"}

@@ -118,7 +118,7 @@ def page() -> str:
     ]
     parts.append(f"## {section or 'The rest'}\n\n{table(rows)}\n")
   for key, about in _COMPONENTS.items():
-    components = sections.component_keys(config)[key].components
+    components = sections.component_keys(config)[key].registry
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
       component = components.component(name)

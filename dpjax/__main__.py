@@ -11,7 +11,7 @@ from dpjax.errors import exit_on_user_error
 
 COMMANDS = {
   "train": ("dpjax.commands.train", "train an experiment, or go on with a run"),
-  "sweep": ("dpjax.analysis.sweep", "train an experiment with several values of its settings"),
+  "sweep": ("dpjax.commands.sweep", "train an experiment with several values of its settings"),
   "evaluate": ("dpjax.commands.evaluate", "score a split or a text with a run"),
   "generate": ("dpjax.commands.generate", "continue a prompt"),
   "export": ("dpjax.commands.export", "write a small folder to load a run elsewhere"),
@@ -20,10 +20,10 @@ COMMANDS = {
     "check that JAX computes correctly on this machine, and how fast",
   ),
   "data": ("dpjax.commands.data", "list the named corpora"),
-  "plots": ("dpjax.analysis.plots", "plot training costs and validation scores of runs"),
-  "look": ("dpjax.analysis.page", "show what runs read in a text, on one page"),
-  "compile": ("dpjax.analysis.compile", "tell what a training step takes of a GPU or TPU"),
-  "calibrate": ("dpjax.analysis.calibrate", "find the theta of entropy_threshold boundaries"),
+  "plots": ("dpjax.commands.plots", "plot training costs and validation scores of runs"),
+  "look": ("dpjax.commands.look", "show what runs read in a text, on one page"),
+  "compile": ("dpjax.commands.compile", "tell what a training step takes of a GPU or TPU"),
+  "calibrate": ("dpjax.commands.calibrate", "find the theta of entropy_threshold boundaries"),
 }
 
 

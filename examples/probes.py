@@ -45,7 +45,7 @@ from dpjax.config import registry
 from dpjax.errors import UserError, exit_on_user_error, unknown
 from dpjax.training import losses
 from dpjax.training import optimizer as optimizers
-from dpjax.training import step as step_lib
+from dpjax.training.trainer import Trainer
 
 SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3
 NUM_KEYS = 8  # number of keys, and of values, in recall
@@ -221,8 +221,9 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
   section.schedule.warmup_steps = settings.num_steps // 10
   model = dpjax.build_model(config)
   optimizer = optimizers.build_optimizer(section, settings.num_steps)
-  init = jax.jit(partial(step_lib.init_state, model, optimizer))
-  update = jax.jit(partial(step_lib.train_step, model, optimizer, 1), donate_argnums=0)
+  updates = Trainer(model, optimizer)
+  init = jax.jit(lambda seed: dataclasses.replace(updates, seed=seed).init())
+  update = jax.jit(updates.step, donate_argnums=0)
 
   @jax.jit
   def predict(params, tokens_bt):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpjax import run as run_lib
-from dpjax.commands import flags as command_line
+from dpjax.commands import parser as command_line
 from dpjax.config import ConfigDict
 from dpjax.errors import UserError
 from dpjax.files import read_json, write_json

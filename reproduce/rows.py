@@ -67,12 +67,12 @@ class Plan:
   def compile(self) -> None:
     """Compiles an update into JAX's persistent cache."""
     model = build.build_model(self.config.model)
-    trainer = training.make_step_spec(self.config, model, self.num_steps)
+    trainer = training.make_trainer(self.config, model, self.num_steps)
     mesh = sharding.make_mesh()
     state, batch = trainer.abstract_state(mesh), self.batches.batch(0)
     size = trainer.capacity(batch)
     placed = sharding.put_batch(batch, mesh)
-    trainer.jit_step(state, mesh).lower(state, placed, capacity=size).compile()
+    trainer.jit_step(state).lower(state, placed, capacity=size).compile()
 
 
 class Clock:
@@ -240,12 +240,13 @@ def authors_perplexity(run: Any, split: str = "test") -> float:
   Raises:
     ValueError: the text is too short for ten windows.
   """
-  text = batches_lib.ContiguousRows(run.data.splits[split], 10, run.config.model.max_length)
+  stream = batches_lib.Stream(run.data.splits[split])
+  text = batches_lib.ContiguousRows(stream, 10, run.config.model.max_length)
   mesh = sharding.make_mesh()
   nats = count = 0.0
   for index in range(text.steps_per_epoch):
     rows = ((0, -text.batch_size % mesh.size), (0, 0))  # empty rows to fill the devices
     batch = {name: np.pad(array, rows) for name, array in text.batch(index).items()}
-    sums = run._scorer.step(run.params, sharding.put_batch(batch, mesh), index)
+    sums = run.scorer.step(run.params, sharding.put_batch(batch, mesh), index)
     nats, count = nats + float(sums["nats"]), count + float(sums["count"])
   return math.exp(nats / count)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import config as config_lib
-from dpjax.config import ConfigDict
+from dpjax.config import ConfigDict, Data
 from dpjax.data import corpus as corpus_lib
 from dpjax.data.text import write_texts
 from dpjax.errors import UserError
@@ -143,7 +143,7 @@ def cut(config: ConfigDict, scale: str) -> None:
   if scale not in MAX_CHARACTERS or data.path and Path(data.path, "train.bin").exists():
     return
   corpus = corpus_lib.load_corpus(
-    data.name, data.path, data_dir=data.data_dir, manual_dir=data.manual_dir
+    Data(data.name, path=data.path, data_dir=data.data_dir, manual_dir=data.manual_dir)
   )
   sizes = dict(zip(corpus.splits, MAX_CHARACTERS[scale], strict=True))
 

@@ -19,8 +19,11 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax.__main__ import main as dpjax_main
 from dpjax.config import registry, sections
+from dpjax.config.schema import Data
+from dpjax.data import corpus
 from dpjax.models import build
-from dpjax.training import losses, optimizer, step
+from dpjax.training import losses, optimizer
+from dpjax.training.trainer import Trainer, TrainState
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the cat sat on a mat and saw no rat but one bat in its hat".split()
@@ -32,6 +35,11 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   lines = [" ".join(draw.choice(WORDS, size=7)) for _ in range(num_lines)]
   path.write_text("\n".join(lines) + "\n", encoding="utf-8")
   return path
+
+
+def load_corpus(name: str = "python_manual", path="", **settings) -> corpus.Corpus:
+  """The corpus of some settings of `config.data`."""
+  return corpus.load_corpus(Data(name=name, path=str(path) if path else "", **settings))
 
 
 def vocabulary(name: str, size: int) -> dict[str, int]:
@@ -194,9 +202,9 @@ def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) 
   update = optimizer.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, grad_clip_norm=grad_clip_norm
   )
-  state = step.TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
-  train = partial(step.train_step, build.build_model(config), update, 1)
-  train = jax.jit(partial(train, objective=losses.Objective(build.build_boundaries(config))))
+  state = TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
+  objective = losses.Objective(build.build_boundaries(config))
+  train = jax.jit(Trainer(build.build_model(config), update, objective=objective).step)
   seen = []
   # optax raises floats to integer powers, which strict promotion refuses.
   with jax.numpy_dtype_promotion("standard"):

@@ -13,8 +13,7 @@ import pytest
 import dpjax
 from dpjax.data import batches
 from dpjax.errors import Interrupted
-from dpjax.training import checkpoints
-from dpjax.training import step as step_lib
+from dpjax.training import checkpoints, trainer
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -87,7 +86,7 @@ def test_the_rate_and_the_tokens_seen_are_reported(plain):
 def test_a_slow_average_keeps_its_weight(decay):
   ones, zeros = {"a": np.ones(3, np.float32)}, {"a": np.zeros(3, np.float32)}
   for step in (0, 1, 10**9):
-    result = step_lib.add_to_average(zeros, ones, np.int32(step), decay)["a"]
+    result = trainer.add_to_average(zeros, ones, np.int32(step), decay)["a"]
     expected = (1 - decay) / -math.expm1((step + 1) * math.log(decay))
     np.testing.assert_allclose(result, expected, 1e-5)
 
@@ -130,8 +129,9 @@ def test_a_part_of_the_split_stands_for_it_in_training_alone(plain, text, tmp_pa
   config = settings(text)
   config.eval.max_tokens = 150
   run = train(config, tmp_path / "run")
-  data, sizes = run.data, (19, 19, 8, run.tokenizer.start_id)
-  windows = batches.EvaluationWindows(data.splits["valid"], *sizes, max_tokens=150)
+  data, start = run.data, batches.DocumentStarts.of_one(run.tokenizer.start_id)
+  stream = batches.Stream(data.splits["valid"], None, start)
+  windows = batches.EvaluationWindows(stream, 19, 19, 8, max_tokens=150)
   nats = count = 0
   for batch in map(windows.batch, range(len(windows))):
     output = run.model.apply({"params": run.params}, batch["tokens"], deterministic=True)

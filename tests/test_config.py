@@ -12,6 +12,7 @@ import pytest
 import dpjax
 from dpjax import config as config_lib
 from dpjax.config import loading, schema, sections
+from dpjax.config.setting import Setting
 from tests import helpers
 
 
@@ -62,7 +63,7 @@ def pooled():
   return changed({"model.boundaries": "gumbel", "model.middle": config_lib.middle()})
 
 
-def wrong_values(setting: schema.Setting):
+def wrong_values(setting: Setting):
   """Values that a setting refuses, and what the message expects."""
   yield b"x", f"a value of type {setting.value_type.__name__}"
   if setting.value_type in (int, float):
@@ -273,7 +274,7 @@ def test_only_what_changes_no_trained_number_may_differ():
     if value is None or key.endswith(".name") and key != "data.name":
       continue
     other = another(value, setting.choices)
-    is_free = setting.is_free or key in schema.LENGTH_KEYS
+    is_free = setting.is_free or key in schema.LENGTHS
     expected = [] if is_free else [f"{key}: {value!r} there, {other!r} here"]
     assert config_lib.differences(config, changed({key: other})) == expected, key
   cosine = changed({"train.schedule": "cosine"})

@@ -11,6 +11,7 @@ import dpjax
 from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.analysis import calibrate
+from dpjax.commands import calibrate as calibrate_command
 from dpjax.config import sections
 from dpjax.errors import Interrupted
 from dpjax.models.build import with_frozen
@@ -158,7 +159,7 @@ def test_other_runs_are_refused(first, pooled, tmp_path):
 
 def test_a_command_finds_theta(first, capsys):
   folder, _ = first
-  calibrate.main([str(folder / "a"), "--factor=3.7", "--window=19"])
+  calibrate_command.main([str(folder / "a"), "--factor=3.7", "--window=19"])
   said, flags = capsys.readouterr().out.splitlines()
   length = float(said.split()[2])
   assert length == pytest.approx(3.7, rel=0.01)
@@ -171,7 +172,7 @@ def test_a_command_finds_theta(first, capsys):
     f"--config.model.boundaries.theta={theta:.6g}"
   )
   options = "--factor=5 --rule=combined --theta_add=-0.1 --split=test".split()
-  calibrate.main([str(folder / "a"), *options])
+  calibrate_command.main([str(folder / "a"), *options])
   said, flags = capsys.readouterr().out.splitlines()
   assert said.endswith("in windows of 23")
   assert flags.endswith("--config.model.boundaries.theta_add=-0.1")
@@ -179,7 +180,7 @@ def test_a_command_finds_theta(first, capsys):
 
 def test_a_command_measures_the_rates_of_words_and_of_a_models_boundaries(first, pooled, capsys):
   run = dpjax.load(first[0] / "a")
-  calibrate.main([str(first[0] / "a"), "--rates", "--window=19"])
+  calibrate_command.main([str(first[0] / "a"), "--rates", "--window=19"])
   said, flags = capsys.readouterr().out.splitlines()
   tokens = run.data.splits["valid"]
   rows = tokens[: len(tokens) // 19 * 19].reshape(-1, 19)
@@ -190,4 +191,4 @@ def test_a_command_measures_the_rates_of_words_and_of_a_models_boundaries(first,
   assert f"boundaries.prior={rate} --config.model.boundaries.deviation={deviation}" in flags
   assert calibrate.rates(pooled[1], tokens, 19).mean() == pytest.approx(1 / 3.7, rel=0.05)
   with pytest.raises(SystemExit, match="rates: expected neither --rule nor --theta_add"):
-    calibrate.main([str(first[0] / "a"), "--rates", "--theta_add=0.1"])
+    calibrate_command.main([str(first[0] / "a"), "--rates", "--theta_add=0.1"])

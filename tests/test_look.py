@@ -16,6 +16,7 @@ from dpjax import config as config_lib
 from dpjax import run as run_lib
 from dpjax.analysis import page, reading
 from dpjax.analysis.reading import Segmentation, Stage, render
+from dpjax.commands import look
 from dpjax.errors import UserError
 from dpjax.layers import Block, FeedForward, Norm, attention
 from dpjax.models import build
@@ -195,7 +196,7 @@ def test_look_shows_what_a_mixer_of_the_user_offers():
 
 def test_look_holds_the_segments_and_no_markup_of_the_text(gumbel):
   run, segmentation = gumbel
-  html = page._write([run], TEXT, [segmentation._replace(pieces=["</script><b>", "\x00", "é"])])
+  html = page.write([run], TEXT, [segmentation._replace(pieces=["</script><b>", "\x00", "é"])])
   assert html.count("</script>") == 2 and "<b>" not in html
   (data,) = content(html)
   assert data["pieces"] == ["</script><b>", "\x00", "é"]
@@ -229,7 +230,7 @@ def test_main_prints_and_writes(gumbel, monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(reading, "layers", lambda run, text: [])
   (tmp_path / "a.txt").write_text(TEXT)
   out = tmp_path / "made/page.html"
-  page.main(["runs/a", "runs/b", f"--text={tmp_path / 'a.txt'}", f"--out={out}"])
+  look.main(["runs/a", "runs/b", f"--text={tmp_path / 'a.txt'}", f"--out={out}"])
   printed = capsys.readouterr().out
   ends = segmentation.stages[0].boundaries.sum()
   assert printed.count(f"{len(TEXT)} tokens, {ends} closed segments; mean conditional entr") == 2

@@ -23,7 +23,7 @@ EXAMPLE = helpers.ROOT / "examples/my_mixer"
 @pytest.fixture
 def min_gru(monkeypatch):
   """The mixer's class; nothing of it is left in the registry."""
-  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.setattr(registry.mixers, "_registered", dict(registry.mixers._registered))
   monkeypatch.setattr(sys, "dont_write_bytecode", True)
   monkeypatch.syspath_prepend(EXAMPLE)
   yield importlib.import_module("my_mixer").MinGRU

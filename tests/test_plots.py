@@ -11,6 +11,7 @@ import pytest
 from dpjax import files
 from dpjax.analysis import plots
 from dpjax.analysis import runs as runs_lib
+from dpjax.commands import plots as plots_command
 from dpjax_papers import figures
 
 NAN = float("nan")
@@ -149,7 +150,9 @@ def test_runs_on_different_texts_say_so(folder):
 def test_the_command_prints_a_table_with_notes_and_writes_a_figure(folder, tmp_path, capsys):
   a = folder("a", [NAN, NAN, 5, 3, 7])
   b = folder("b", [2, 4], model__mixer=mixer("he"), model__max_length=7)
-  plots.main([a, b, "--figure=curves", "--every=2", "--labels=one,the other", "--out=made/x.png"])
+  plots_command.main(
+    [a, b, "--figure=curves", "--every=2", "--labels=one,the other", "--out=made/x.png"]
+  )
   rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
   assert rows == [
     ["Median training cost of 2 batches, nats per token; up to batch:"],
@@ -180,7 +183,7 @@ def test_a_damaged_configuration_is_refused(folder, text, message):
   run = folder("a", COSTS)
   Path(run, "config.json").write_bytes(text.encode("latin-1"))
   with pytest.raises(SystemExit, match=f"^{message}"):
-    plots.main([run, "--out=x.png", "--every=1", "--figure=curves"])
+    plots_command.main([run, "--out=x.png", "--every=1", "--figure=curves"])
   assert not Path("x.png").exists()
 
 
@@ -261,14 +264,14 @@ def test_progress_of_a_short_run_and_of_one_that_has_begun(folder, tmp_path, cap
   short = folder("short", range(57, 0, -1))
   begun = folder("begun", [9.0, 8.0])
   log(short, evaluated(20, 4.5), evaluated(40, 2.5), evaluated(57, 3.5))
-  plots.main([short])
+  plots_command.main([short])
   text = capsys.readouterr().out
   assert text.startswith("Median cost of the last 6 batches, nats per token; valid/bits_per_ch")
   printed = [line.split() for line in text.splitlines()]
   assert ["batches", "cost", "last", "lowest", "at", "batch"] in printed
   assert ["SHE", "57", "3.5000", "3.5000", "2.5000", "40"] in printed
   assert (tmp_path / "progress.png").exists()
-  plots.main([begun])  # Nothing was evaluated.
+  plots_command.main([begun])  # Nothing was evaluated.
   assert ["SHE", "2", "8.0000"] in [x.split() for x in capsys.readouterr().out.splitlines()]
 
 

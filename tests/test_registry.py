@@ -42,7 +42,7 @@ class Decay(nn.Module):
 def mixers(monkeypatch):
   """The registry, of which nothing that a test adds is left, as of the others."""
   for reference in (registry.mixers, registry.boundaries, registry.optimizers):
-    monkeypatch.setattr(reference, "_components", dict(reference._components))
+    monkeypatch.setattr(reference, "_registered", dict(reference._registered))
   return registry.mixers
 
 

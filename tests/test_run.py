@@ -18,7 +18,7 @@ from dpjax.data.tokens import Tokens
 from dpjax.models import build
 from dpjax.run import prepare, training
 from dpjax.text.characters import Bytes
-from dpjax.training import loop
+from dpjax.training import evaluation, loop
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -72,7 +72,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
   config.seed, config.model.mixer = 5, "attention"
   config.train.update(sampling="random_windows", batch_size=6, window=9)
   made = training.make_batches(config, Tokens("numbers", Bytes(), {"train": tokens}, {}))
-  expected = batches.RandomWindows(tokens, 6, 9, seed=5)
+  expected = batches.RandomWindows(batches.Stream(tokens), 6, 9, seed=5)
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
 
 
@@ -103,7 +103,7 @@ def test_tokens_that_are_gone_are_made_again(text, tmp_path):
 
 def test_a_folder_for_scores_is_tried_before_they_are_made(finished, tmp_path, monkeypatch):
   _, run, _ = finished
-  monkeypatch.setattr(run_lib.Run, "_score_split", None)
+  monkeypatch.setattr(evaluation.Scorer, "score", None)
   (tmp_path / "file").touch()
   with pytest.raises(OSError, match="file"):
     run.score_split("test", folder=tmp_path / "file")
@@ -133,7 +133,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
   config = helpers.small_config(text, num_steps=6)
   dpjax.train(config, tmp_path, model=helpers.bigrams)
   worse = {"nats_per_token": 9.0, "perplexity": 8103.0}
-  monkeypatch.setattr(run_lib.Run, "_score_split", lambda *_, **__: worse)
+  monkeypatch.setattr(evaluation.Scorer, "score", lambda *_, **__: worse)
   config.train.num_steps, config.eval.window = 12, window
   run, _ = dpjax.train(config, tmp_path, model=helpers.bigrams)
   assert run.step == best
@@ -206,7 +206,7 @@ def test_going_on_with_another_text_is_refused(text, tmp_path, old, new, what):
 def test_scores_of_another_window_have_a_file_of_their_own(finished, tmp_path, monkeypatch):
   workdir, run, scores = finished
   workdir = shutil.copytree(workdir, tmp_path / "run", symlinks=True)
-  monkeypatch.setattr(run_lib.Run, "_score_split", lambda *_, **__: {"perplexity": math.inf})
+  monkeypatch.setattr(evaluation.Scorer, "score", lambda *_, **__: {"perplexity": math.inf})
   run.score_split("test", window=7, stride=3, folder=workdir)
   written = json.loads((workdir / f"scores_test_{run.step}_window7_stride3.json").read_text())
   assert (written["window"], written["stride"]) == (7, 3)

@@ -32,7 +32,7 @@ def test_a_workdir_alone_resumes_its_run(workdir, capsys):
   assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
 
 
-def test_components_of_a_middle_are_chosen_by_name(tmp_path):
+def test_registered_of_a_middle_are_chosen_by_name(tmp_path):
   (tmp_path / "config.py").write_text("""
 import dpjax
 
@@ -205,7 +205,7 @@ dpjax.register_mixer("copy", Copy)
 
 
 def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
-  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.setattr(registry.mixers, "_registered", dict(registry.mixers._registered))
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "a_plugin.py").write_text(PLUGIN)
   flags = [f"--config={helpers.ROOT / 'configs/quickstart.py'}", "--config.model.mixer=copy"]
@@ -223,7 +223,7 @@ def test_a_plugin_adds_a_mixer_that_a_flag_can_name(tmp_path, monkeypatch):
 @pytest.fixture
 def copying(text, tmp_path, monkeypatch):
   """A run with a mixer of a plugin, which the program that reads it has not imported."""
-  monkeypatch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+  monkeypatch.setattr(registry.mixers, "_registered", dict(registry.mixers._registered))
   monkeypatch.setattr(registry.mixers, "_origins", {})
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "copies.py").write_text(PLUGIN)
@@ -231,7 +231,7 @@ def copying(text, tmp_path, monkeypatch):
   registry.import_plugin("copies")
   config.model.mixer = config_lib.mixer("copy")
   run_lib.train(config, tmp_path / "run")
-  del registry.mixers._components["copy"], sys.modules["copies"]
+  del registry.mixers._registered["copy"], sys.modules["copies"]
   yield tmp_path / "run"
   sys.modules.pop("copies", None)
 
@@ -245,7 +245,7 @@ def test_a_run_says_which_plugin_it_needs(copying, tmp_path, monkeypatch):
   ):
     for plugin in ([], ["--plugin=copies"]):
       with monkeypatch.context() as patch:
-        patch.setattr(registry.mixers, "_components", dict(registry.mixers._components))
+        patch.setattr(registry.mixers, "_registered", dict(registry.mixers._registered))
         patch.delitem(sys.modules, "copies", raising=False)
         message = str(helpers.command(*words, *plugin))
       needed = f"plugin: expected copies, with which the run in {copying} was trained, got none"

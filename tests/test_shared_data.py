@@ -11,6 +11,7 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import files
 from dpjax import run as run_lib
+from dpjax.data import encoding
 from dpjax.data import tokens as tokens_module
 from dpjax.errors import UserError
 from dpjax.run import prepare
@@ -42,7 +43,7 @@ def test_runs_share_the_tokens(config, text, tmp_path, monkeypatch):
   assert made.parent.name.startswith("text_characters_")
   names = sorted(path.name for path in (tmp_path / "a" / "data").iterdir())
   assert names == ["data.json", "tokenizer.json"] and first.folder == made.parent
-  monkeypatch.setattr(tokens_module, "encode_text", lambda *_, **__: 1 / 0)
+  monkeypatch.setattr(encoding, "encode_text", lambda *_, **__: 1 / 0)
   second = prepare.prepare_tokens(config, tmp_path / "b" / "data")
   np.testing.assert_array_equal(second.splits["train"], first.splits["train"])
   prepare.prepare_tokens(config, tmp_path / "a" / "data", fresh=True)

@@ -132,7 +132,7 @@ def reader(folder, tmp_path, monkeypatch):
   monkeypatch.setenv("MPLBACKEND", "agg")
   kinds = registry.mixers, registry.boundaries, registry.optimizers, registry.schedules
   for kind in kinds:
-    monkeypatch.setattr(kind, "_components", dict(kind._components))
+    monkeypatch.setattr(kind, "_registered", dict(kind._registered))
   monkeypatch.setattr(corpus, "SOURCES", dict(corpus.SOURCES))
   with jax.numpy_rank_promotion("allow"):
     yield

@@ -10,7 +10,7 @@ import pytest
 
 import dpjax
 from dpjax import run as run_lib
-from dpjax.analysis import sweep
+from dpjax.commands import sweep
 from dpjax.training import loop
 from tests import helpers
 

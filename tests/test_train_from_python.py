@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import dpjax
-from dpjax.data.corpus import load_corpus
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -159,7 +158,7 @@ def test_an_initial_run_gives_its_tokenizer(whole, text, tmp_path, capsys):
   config = helpers.small_config(new, **settings)
   run, _ = train(config, tmp_path / "run")
   assert run.tokenizer.to_json() == whole[1].tokenizer.to_json()
-  texts = load_corpus(path=new).splits
+  texts = helpers.load_corpus(path=new).splits
   unknown = set("zdg") - set(text.read_text())
   counts = [sum(part.count(x) for part in texts[split] for x in unknown) for split in texts]
   shown = "tokens for what the vocabulary does not know: {:,} in train, {:,} in valid, {:,} in test"

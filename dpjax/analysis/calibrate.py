@@ -14,9 +14,7 @@ the flags for dpjax train:
 Lengths are in tokens. A tail shorter than a window is dropped.
 """
 
-import argparse
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,63 +74,3 @@ def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "
 
   parts = [read(run.params, rows[i : i + size]) for i in range(0, len(rows), size)]
   return jnp.concatenate(parts)[:count]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints theta for the target length, or rates, as given on the command line."""
-  from dpjax.commands import flags as command_line
-
-  about = "Finds theta for entropy_threshold boundaries, or rates for flexitokens."
-  parser, path = argparse.ArgumentParser(prog="dpjax calibrate", description=about), os.path
-  parser.add_argument("run", metavar="RUN", type=path.expanduser, help="the folder of a run")
-  about = "mean length of segments, in tokens of the run"
-  target = parser.add_mutually_exclusive_group(required=True)
-  target.add_argument("--factor", type=float, help=about)
-  about = "measure the rate of boundaries, and its deviation over rows"
-  target.add_argument("--rates", action="store_true", help=about)
-  parser.add_argument("--rule", default="global", help="global, monotonic or combined")
-  about = "second threshold in nats, for combined"
-  parser.add_argument("--theta_add", type=float, default=0.0, help=about)
-  parser.add_argument("--split", default="valid", help="split of the run's corpus to read")
-  about = "tokens read at once: model.max_length of the run to train; default: this run's"
-  parser.add_argument("--window", type=int, help=about)
-  with command_line.parsed(parser, arguments) as options:
-    from dpjax import ops
-    from dpjax import run as run_lib
-
-    command_line.check_platform()
-    if options.rates and (options.rule, options.theta_add) != ("global", 0.0):
-      raise UserError("rates: expected neither --rule nor --theta_add, which belong to --factor")
-    run = run_lib.load(options.run)
-    if not options.rates:
-      run_lib.check_frozen(run)
-    window = run.window if options.window is None else options.window
-    if not 1 <= window <= run.window:
-      raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
-    tokens, unit = run.tokens(options.split), run.tokenizer.name
-    unit = unit if unit in ("characters", "bytes") else "tokens"
-    if options.rates:
-      rate_b = np.asarray(rates(run, tokens, window))
-      rate, deviation = f"{rate_b.mean():.4g}", f"{rate_b.std():.4g}"
-      print(
-        f"rate {rate}, with a deviation of {deviation}: boundaries for each of the {unit}, over "
-        f"{len(rate_b):,} rows of {min(window, len(tokens)):,}"
-      )
-      settings = {"": "flexitokens", ".prior": rate, ".deviation": deviation}
-    else:
-      h_bt, rule = entropies(run, tokens, window), (options.rule, options.theta_add)
-      theta = f"{ops.entropy_theta(h_bt, options.factor, *rule):.6g}"
-      ends = int(ops.entropy_threshold(h_bt, rule[0], float(theta), rule[1]).sum())
-      print(
-        f"theta {theta}: {h_bt.size / max(ends, 1):.4g} {unit} a segment, of "
-        f"{h_bt.size:,} {unit} in windows of {h_bt.shape[1]:,}"
-      )
-      settings = {
-        "": "entropy_threshold",
-        ".run": options.run,
-        ".rule": options.rule,
-        ".theta": theta,
-      }
-      if options.theta_add:
-        settings[".theta_add"] = options.theta_add
-    print(*(f"--config.model.boundaries{key}={x}" for key, x in settings.items()))

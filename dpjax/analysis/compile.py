@@ -12,22 +12,16 @@ custom calls are the compiler's; those within a loop count once.
 
 import collections
 import math
-import os
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dpjax import config as config_lib
-from dpjax import files
 from dpjax.analysis import devices, style
-from dpjax.commands import flags as command_line
-from dpjax.config import loading
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError, unknown
 
 STEPS = ("train", "evaluate", "generate")
@@ -154,7 +148,7 @@ class _Programs:
     frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
     self._model = build.make_model(config, None, frozen)
     self._boundaries = build.build_boundaries(config.model)
-    self._trainer = training.make_step_spec(config, self._model, config.train.num_steps or 10**6)
+    self._trainer = training.make_trainer(config, self._model, config.train.num_steps or 10**6)
     self._state = self._trainer.abstract_state(self._mesh)
     self.parts: dict[str, int] = {}
     for path, array in jax.tree.leaves_with_path(self._state.params):
@@ -166,15 +160,15 @@ class _Programs:
 
   def train(self) -> _Program:
     settings = self._config.train
-    step = self._trainer.jit_step(self._state, self._mesh)
+    step = self._trainer.jit_step(self._state)
     batch = self._batch(settings.batch_size, settings.window)
     return step, (self._state, batch), {"capacity": self._capacity(batch)}
 
   def evaluate(self) -> _Program:
-    from dpjax.training import step as step_lib
+    from dpjax.training.trainer import jit_eval_step
 
     settings = self._config.eval
-    step = step_lib.jit_eval_step(self._model, self._mesh, self._trainer.objective)
+    step = jit_eval_step(self._model, self._mesh, self._trainer.objective)
     rows = -(-settings.batch_size // self._mesh.size) * self._mesh.size
     batch = self._batch(rows, settings.window)
     return step, (self._state.scored, batch, np.int32(0)), {"capacity": self._capacity(batch)}
@@ -303,42 +297,6 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
       if hasattr(boundaries, name) and not getattr(boundaries, name):
         config.model.boundaries[name] = (0,)
   return config
-
-
-def main() -> None:
-  """Compiles the configurations given on the command line."""
-  parser = command_line.Parser("compile", __doc__, has_config=True)
-  about = "what to compile for: v5e:2x2, h100, h100:8, ..., cpu"
-  parser.add_argument("--topology", default="cpu", help=about)
-  about = "what to compile; repeat it for several"
-  parser.add_argument("--steps", choices=STEPS, action="append", help=about)
-  about = "segments of the longest row; 0: the window"
-  parser.add_argument("--segments", type=command_line.natural, default=0, help=about)
-  about = "also find the largest train.batch_size that fits"
-  parser.add_argument("--largest_batch", action="store_true", help=about)
-  parser.add_argument("--out", type=command_line.path, help="a JSON file for the results")
-  devices.prepare()
-  _, names = loading.take(sys.argv[1:], "config")
-  command_line.start(parser, lambda options: _compile(options, *names[-1:]))
-
-
-def _compile(arguments, name: str = "") -> None:
-  config = arguments.config
-  if config is None:
-    raise UserError("--config: expected an experiment, got none")
-  # A text or tokenizer other than the run's has a different vocabulary.
-  folder = os.path.expanduser(name)
-  is_run = os.path.isdir(folder) and config_lib.load(folder).data.to_dict() == config.data.to_dict()
-  options: Any = dict(topology=arguments.topology, segments=arguments.segments)
-  options |= {"run": folder} if is_run else {}
-  result = compile_steps(config, **options, steps=arguments.steps or STEPS)
-  if arguments.largest_batch:
-    result["largest_batch"] = largest_batch(config, **options)
-  print(table(result))
-  if result["batch_size"] != (rows := config.train.batch_size):
-    print(f"train.batch_size: {result['batch_size']}, as {rows} do not divide over the devices")
-  if arguments.out:
-    files.write_json(Path(arguments.out), result)
 
 
 def _size(gib: float) -> str:

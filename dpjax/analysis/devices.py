@@ -13,8 +13,14 @@ import importlib.util
 import os
 from typing import Any
 
-from dpjax.commands.flags import NO_TPU
 from dpjax.errors import UserError
+
+# What libtpu would query from a TPU's machine.
+NO_TPU = {
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_WORKER_ID": "0",
+}
 
 
 @dataclasses.dataclass(frozen=True)

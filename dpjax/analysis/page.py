@@ -13,11 +13,9 @@ the beginning of the first run's test split, up to 120 tokens.
 Source: the pooling paper, Fig. 2.
 """
 
-import argparse
 import base64
 import html
 import json
-import os
 import re
 import struct
 import zlib
@@ -26,8 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from dpjax import files
 
 if TYPE_CHECKING:
   from dpjax.analysis.reading import Segmentation
@@ -44,7 +40,6 @@ _SIZES = (
   (0, False),
 )
 _MAX_IMAGE_BYTES = 500_000  # for all runs together
-_DEFAULT_TOKENS = 120
 
 
 class Page(str):
@@ -69,10 +64,11 @@ def look(runs: "Run | Sequence[Run]", text: str) -> Page:
   from dpjax.analysis import reading
 
   several: Any = runs if isinstance(runs, Sequence) else [runs]
-  return _write(several, text, [reading.segment(run, text) for run in several])
+  return write(several, text, [reading.segment(run, text) for run in several])
 
 
-def _write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentation"]) -> Page:
+def write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentation"]) -> Page:
+  """The page of `look`, for segmentations that are known."""
   from dpjax.analysis import reading
 
   layers = [reading.layers(run, text) for run in runs]
@@ -166,31 +162,3 @@ def describe(segmentation: "Segmentation") -> str:
       f"all as 1; of as many tokens at random {segmentation.enrichment(seed=0):.4f}"
     )
   return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the segments, and writes the page."""
-  from dpjax.commands import flags as command_line
-
-  about = "Shows how runs read a text: segments, surprisals, and what each position reads."
-  parser, path = argparse.ArgumentParser(prog="dpjax look", description=about), os.path.expanduser
-  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
-  parser.add_argument("--text", help="a text or a file; default: the beginning of the test split")
-  parser.add_argument("--out", type=path, help="a file for the page, such as page.html")
-  with command_line.parsed(parser, arguments) as options:
-    from dpjax import run as run_lib
-    from dpjax.analysis import reading
-    from dpjax.data import readers
-
-    command_line.check_platform()
-    runs, text = [*map(run_lib.load, options.run_folder)], options.text
-    if text is None:
-      first = runs[0]
-      text = first.tokenizer.decode(first.tokens("test")[: min(_DEFAULT_TOKENS, first.window)])
-    elif os.path.isfile(path(text)):
-      text = readers.read_text(path(text), "--text")
-    segmentations = [reading.segment(run, text) for run in runs]
-    for folder, segmentation in zip(options.run_folder, segmentations, strict=True):
-      print(*[f"{folder}:"] * (len(runs) > 1), describe(segmentation), sep="\n")
-    if options.out:
-      files.write_file(Path(options.out), _write(runs, text, segmentations).encode())

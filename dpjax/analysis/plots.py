@@ -17,9 +17,7 @@ band of +-1 standard deviation. A table is also printed. `dpjax_papers.figures` 
 "Attention Is Not All You Need Anymore", Sec. 6, the source of the medians.
 """
 
-import argparse
 import io
-import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -185,50 +183,6 @@ def check_suffix(path: str | Path) -> None:
   """Raises a `ValueError` for a file whose suffix is not in `SUFFIXES`."""
   if Path(path).suffix not in SUFFIXES:
     raise UserError(f"out: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints the table and draws the figure described by the command line."""
-  from dpjax.commands import flags as command_line
-
-  path = os.path.expanduser
-  about = "Plots training costs and scores of runs from their folders."
-  parser = argparse.ArgumentParser(prog="dpjax plots", description=about)
-  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
-  about = f"a file: {', '.join(SUFFIXES)}; by default FIGURE.png in the current folder"
-  parser.add_argument("--out", type=path, help=about)
-  parser.add_argument("--figure", choices=FIGURES, help="default: progress, metric with --metric")
-  parser.add_argument("--metric", help="a logged score: valid/perplexity or train/grad_norm")
-  about = "batches per median; by default 2,000, or a tenth of the shortest run if that is less"
-  parser.add_argument("--every", type=int, help=about)
-  parser.add_argument("--labels", help="labels of the runs, in order: a,b")
-  parser.add_argument("--log", default="", help="logarithmic axes: x, y or x,y")
-  parser.add_argument("--width", type=float, default=9.0, help="width of the figure in inches")
-  with command_line.parsed(parser, arguments) as options:
-    figure = options.figure or ("metric" if options.metric else "progress")
-    out = options.out or f"{figure}.png"
-    check_suffix(out)
-    log = [axis for axis in options.log.split(",") if axis]
-    if not {*log} <= {"x", "y"}:
-      raise UserError(f"log: expected x, y or x,y, got {options.log}")
-    if not 1.5 <= options.width <= 40:
-      raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
-    runs = runs_lib.read_runs(options.run_folder, options.labels and options.labels.split(","))
-    every = default_every(runs) if options.every is None else options.every
-    is_curves, metric = figure == "curves", None
-    if not is_curves:
-      metric = find_metric(runs, options.metric)
-    elif options.metric:
-      raise UserError(
-        f"metric: expected only with --figure=progress or --figure=metric, got {options.metric}"
-      )
-    if figure == "metric" and not metric:
-      raise UserError("metric: expected runs that were evaluated, got none")
-    picture = draw(runs, figure=figure, every=every, metric=metric, log=log, width=options.width)
-    scores = runs_lib.score_table(runs, every, metric)
-    report(runs_lib.cost_table(runs, every) if is_curves else scores, runs, ["model.mixer"])
-    write(picture, out)
-    print(f"\nThe figure: {out}")
 
 
 def report(table: str, runs: Sequence[Record], allowed: Sequence[str]) -> None:

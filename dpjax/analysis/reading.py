@@ -24,7 +24,7 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 from dpjax.text.tokenizer import TextStream
 from dpjax.training import evaluation, losses
-from dpjax.training.step import jit_eval_step
+from dpjax.training.trainer import jit_eval_step
 
 if TYPE_CHECKING:
   from dpjax.run import Run
@@ -151,12 +151,12 @@ def segment(run: "Run", text: str) -> Segmentation:
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
     raise UserError(f"text: expected 1 to {MAX_TOKENS:,} tokens, got {len(tokens):,}")
-  run, scorer = dataclasses.replace(run), run._scorer
+  run, scorer = dataclasses.replace(run), run.scorer
   fields: Any = {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
   # Random draws depend on the rows of a batch.
   draws = any(module.samples_in_eval for module in scorer.objective.boundaries)
   scorer = _Scorer(**fields | {"batch_size": scorer.batch_size if draws else 1})
-  vars(run)["_scorer"] = scorer  # where `run.score` looks
+  vars(run)["scorer"] = scorer  # where `run.score` looks
   scores, rows = run.score(text), []
   for weights_bt, reads in scorer.windows:
     for b, weights in enumerate(weights_bt):
@@ -283,7 +283,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
   weights, ends = jax.device_get(jax.jit(read)(run.params, inputs))
   position = np.arange(inputs.size)
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
-  for end, module in zip(ends, run._scorer.objective.boundaries, strict=True):
+  for end, module in zip(ends, run.scorer.objective.boundaries, strict=True):
     closed, num_null = np.cumsum(end), int(module.has_null_group)
     # The last segment that has ended at a position, and the one that it is in.
     maps = closed + num_null - 1, closed - end + num_null

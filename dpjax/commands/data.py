@@ -1,17 +1,22 @@
 """Lists the named corpora, with their sizes and licences: dpjax data list."""
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
 
+from dpjax.commands.parser import Parser, start
 from dpjax.config.registry import load_plugins
 from dpjax.data import corpus
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
   """Runs the action that the first word of the command line names."""
-  parser = argparse.ArgumentParser("dpjax data", description=__doc__)
-  parser.add_argument("command", choices=["list"], help="list names, sizes, licences and sources")
-  parser.parse_args(arguments)
+  parser = Parser("data", __doc__, uses_devices=False)
+  about = "list names, sizes, licences and sources"
+  parser.add_argument("command", choices=["list"], help=about)
+  start(parser, _list, words)
+
+
+def _list(_: Namespace) -> None:
   load_plugins()
   for name, source in corpus.SOURCES.items():
     print(f"{name}: {source.title}")

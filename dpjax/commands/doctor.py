@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import __version__, ops
-from dpjax.commands import flags as command_line
+from dpjax.commands.parser import Parser, start
 from dpjax.training import sharding
 
 _PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy"
@@ -30,9 +31,9 @@ _DEFECTS = {
 }
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
   """Runs all checks, and lists those that fail."""
-  command_line.start(command_line.Parser("doctor", __doc__), lambda _: _check_all())
+  start(Parser("doctor", __doc__), lambda _: _check_all(), words)
 
 
 def _check_all() -> None:

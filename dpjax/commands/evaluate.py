@@ -11,20 +11,25 @@ dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
 
 import argparse
 import tempfile
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpjax import files
-from dpjax.commands import flags as command_line
+from dpjax.commands.parser import Parser, exit_unless_finite, find_run, path, start
 from dpjax.data import readers
 from dpjax.errors import UserError
 
+if TYPE_CHECKING:
+  from dpjax.run import Run
 
-def main() -> None:
+
+def main(words: Sequence[str] | None = None) -> None:
   """Scores the run or texts given on the command line."""
-  parser, path = command_line.Parser("evaluate", __doc__, has_config=True), command_line.path
+  parser = Parser("evaluate", __doc__, has_config=True)
+  parser.add_run()
   add = parser.add_argument
-  add("--workdir", type=path, help="the run's folder")
   add("--split", choices=("train", "valid", "test"), help="default: test")
   about = "a file with a text to score instead, plain or compressed; may be repeated"
   add("--text", type=path, action="append", default=[], help=about)
@@ -35,17 +40,30 @@ def main() -> None:
   add("--isolate_documents", action=argparse.BooleanOptionalAction, help=about)
   add("--torch_checkpoint", type=path, help="a file of the authors' code")
   add("--out", type=path, help="a folder for the scores; default: the run's, unless it is exported")
-  command_line.start(parser, _evaluate)
+  start(parser, _evaluate, words)
 
 
-def _evaluate(options) -> None:
-  import jax
-
+def _evaluate(options: Namespace) -> None:
   from dpjax import run as run_lib
-  from dpjax.run import workdir as workdir_lib
 
-  torch, split = options.torch_checkpoint, options.split or "test"
-  if bool(torch) == bool(options.workdir):
+  folder = find_run(options)
+  _check(options, folder)
+  texts = {name: _read(name) for name in options.text}
+  with tempfile.TemporaryDirectory() as scratch:
+    if options.torch_checkpoint:
+      run = run_lib.load_torch(options.torch_checkpoint, options.config, scratch)
+    else:
+      run = run_lib.load(str(folder), options.step)
+    if texts:
+      _score_texts(run, texts, options)
+    else:
+      _score_split(run, options)
+
+
+def _check(options: Namespace, folder: str | None) -> None:
+  """Raises a `UserError` for options that exclude each other."""
+  torch = options.torch_checkpoint
+  if bool(torch) == bool(folder):
     got = "both" if torch else "none"
     raise UserError(f"--workdir, --torch_checkpoint: expected one of them, got {got}")
   if bool(torch) != (options.config is not None):
@@ -55,58 +73,63 @@ def _evaluate(options) -> None:
     )
   if torch and options.step is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {options.step}")
-  for name in ("split", "isolate_documents") if options.text else ():
-    if (value := getattr(options, name)) is not None:
-      raise UserError(f"--{name}: expected none with --text, got {value}")
-  texts = {path: _read(path) for path in options.text}
-  with tempfile.TemporaryDirectory() as scratch:
-    if torch:
-      run = run_lib.load_torch(torch, options.config, scratch)
-    else:
-      run = run_lib.load(options.workdir, options.step)
-    if options.text:
-      return _score_texts(run, texts, options)
-    is_writable = run.workdir is not None and not workdir_lib.is_exported(run.workdir)
-    scores = run.score_split(
-      split,
-      window=options.window,
-      stride=options.stride,
-      isolate_documents=options.isolate_documents,
-      progress=True,
-      folder=options.out or (run.workdir if is_writable else None),
-    )
-  if jax.process_index() == 0:
-    isolate = options.isolate_documents
-    isolate = run.config.data.isolate_documents if isolate is None else isolate
-    note = ", each document by itself" if isolate else ""
-    print(f"The {split} split, by {torch or f'step {run.step}'}{note}:")
-    print(run_lib.table(scores))
-  command_line.exit_unless_finite(**{split: scores["nats_per_token"]})
+  if options.text:
+    for name in ("split", "isolate_documents"):
+      if (value := getattr(options, name)) is not None:
+        raise UserError(f"--{name}: expected none with --text, got {value}")
 
 
-def _read(path: str) -> str:
-  if text := readers.read_text(path, "--text"):
+def _read(name: str) -> str:
+  if text := readers.read_text(name, "--text"):
     return text
-  raise UserError(f"--text: expected a text, got the empty file {path}")
+  raise UserError(f"--text: expected a text, got the empty file {name}")
 
 
-def _score_texts(run, texts: Mapping[str, str], options) -> None:
+def _score_split(run: "Run", options: Namespace) -> None:
+  import jax
+
+  from dpjax import run as run_lib
+  from dpjax.run import workdir
+
+  split = options.split or "test"
+  isolate = options.isolate_documents
+  if isolate is None:
+    isolate = run.config.data.isolate_documents
+  is_writable = run.workdir is not None and not workdir.is_exported(run.workdir)
+  scores = run.score_split(
+    split,
+    window=options.window,
+    stride=options.stride,
+    isolate_documents=isolate,
+    progress=True,
+    folder=options.out or (run.workdir if is_writable else None),
+  )
+  if jax.process_index() == 0:
+    note = ", each document by itself" if isolate else ""
+    print(f"The {split} split, by {options.torch_checkpoint or f'step {run.step}'}{note}:")
+    print(run_lib.table(scores))
+  exit_unless_finite(**{split: scores["nats_per_token"]})
+
+
+def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> None:
   import jax
 
   from dpjax import run as run_lib
   from dpjax.training import metrics
 
-  size = dict(window=options.window, stride=options.stride)
-  texts_scores, nats, is_first = {}, {}, jax.process_index() == 0
-  for path, text in texts.items():
-    scores = run.score(text, **size, progress=True)
-    texts_scores[path], nats[path] = metrics.for_json(scores), scores["nats_per_token"]
+  is_first = jax.process_index() == 0
+  scores_of_texts, nats = {}, {}
+  for name, text in texts.items():
+    scores = run.score(text, window=options.window, stride=options.stride, progress=True)
+    scores_of_texts[name] = metrics.for_json(scores)
+    nats[name] = scores["nats_per_token"]
     if is_first:
-      print(f"{path}, by {options.torch_checkpoint or f'step {run.step}'}:")
+      print(f"{name}, by {options.torch_checkpoint or f'step {run.step}'}:")
       print(run_lib.table(scores))
-      if unknown := run.tokenizer.describe_unknown({path: run.tokenizer.encode(text)}):
+      if unknown := run.tokenizer.describe_unknown({name: run.tokenizer.encode(text)}):
         print(unknown)
   if options.out and is_first:
-    content = {"step": run.step, **size, "texts": texts_scores}
+    content = {"step": run.step, "window": options.window, "stride": options.stride}
+    content["texts"] = scores_of_texts
     files.write_json(Path(options.out, f"scores_of_texts_{run.step}.json"), content)
-  command_line.exit_unless_finite(**nats)
+  exit_unless_finite(**nats)

@@ -3,22 +3,21 @@
 OUT may be hf://OWNER/NAME, at the Hugging Face Hub. `dpjax.run.export` describes the folder.
 """
 
-import argparse
-import os
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from dpjax import hub
-from dpjax.commands import flags as command_line
+from dpjax.commands.parser import Parser, path, start
+from dpjax.commands.processes import check_platform
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
-  about = "Exports a trained run as a small folder, or to the Hugging Face Hub, for others to load."
-  parser = argparse.ArgumentParser(prog="dpjax export", description=about)
+  parser = Parser("export", __doc__, uses_devices=False)
   add = parser.add_argument
-  add("run", metavar="RUN", type=os.path.expanduser, help="the folder of a run")
-  add("out", metavar="OUT", type=os.path.expanduser, help="a new folder, or hf://OWNER/NAME")
+  add("run", metavar="RUN", type=path, help="the folder of a run")
+  add("out", metavar="OUT", type=path, help="a new folder, or hf://OWNER/NAME")
   add("--step", type=int, help="checkpoint to export; default: the best by validation")
   about = "float32 or bfloat16; default: float32, or that of an exported RUN"
   add("--dtype", default="", help=about)
@@ -26,15 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   add("--license", default="", help=about)
   about = "create a private model on the Hub; the token is from HF_TOKEN or `hf auth login`"
   add("--private", action="store_true", help=about)
-  with command_line.parsed(parser, arguments) as options:
-    from dpjax import run as run_lib
-    from dpjax.run import workdir
+  start(parser, _export, words)
 
-    command_line.check_platform()
-    about = dict(dtype=options.dtype, license=options.license, private=options.private)
-    run_lib.load(options.run, options.step).save(options.out, **about)
-    if hub.is_address(options.out):
-      print(f"{options.out}: uploaded")
-      return
-    size = (Path(options.out) / workdir.PARAMETERS).stat().st_size
-    print(f"{options.out}: {size / 2**20:,.1f} MiB")
+
+def _export(options: Namespace) -> None:
+  from dpjax import run as run_lib
+  from dpjax.run import workdir
+
+  check_platform()
+  run = run_lib.load(options.run, options.step)
+  run.save(options.out, dtype=options.dtype, license=options.license, private=options.private)
+  if hub.is_address(options.out):
+    print(f"{options.out}: uploaded")
+    return
+  size = (Path(options.out) / workdir.PARAMETERS).stat().st_size
+  print(f"{options.out}: {size / 2**20:,.1f} MiB")

@@ -4,56 +4,64 @@ Prints the first sample as it is generated, and further ones after it. Options d
 the run's `config.sample`.
 """
 
+import dataclasses
 import io
 import json
 import os
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from dpjax import files
-from dpjax.commands import flags as command_line
+from dpjax.commands.parser import Parser, path, require_run, start
 from dpjax.config import schema
 from dpjax.errors import UserError
+
+if TYPE_CHECKING:
+  from dpjax.run import Run
 
 _MAX_SAMPLES = 4096  # All are rows of one batch.
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
   """Generates text as the command line specifies."""
-  parser = command_line.Parser("generate", __doc__)
+  parser = Parser("generate", __doc__)
+  parser.add_run()
   add = parser.add_argument
-  add("--workdir", type=command_line.path, required=True, help="the run's folder")
   add("--step", type=int, help="checkpoint to use; default: the best by validation")
   add("--prompt", help="the text to continue")
   about = "a file with the prompt, - for standard input; its last line end is dropped"
-  add("--prompt_file", type=command_line.path, help=about)
-  for name, setting in schema.SCHEMA["sample"].items():
+  add("--prompt_file", type=path, help=about)
+  for name in schema.declared(schema.Sample):
     if name != "prompt":
+      setting = schema.find(f"sample.{name}")
       add(f"--{name}", type=setting.value_type, help=setting.meaning)
   add("--seed", type=int, default=0, help="seed of the samples")
   add("--num_samples", type=int, default=1, help="number of continuations")
   about = "text of a token that ends a sample; may be repeated"
   add("--stop", action="append", default=[], help=about)
   add("--json", action="store_true", help="print one JSON object at the end instead of text")
-  command_line.start(parser, _generate)
+  start(parser, _generate, words)
 
 
-def _generate(options) -> None:
+def _generate(options: Namespace) -> None:
   from dpjax import run as run_lib
 
+  folder = require_run(options)
   if not 1 <= options.num_samples <= _MAX_SAMPLES:
     raise UserError(f"num_samples: expected 1 to {_MAX_SAMPLES:,}, got {options.num_samples}")
   prompt = _read_prompt(options.prompt, options.prompt_file)
-  run = run_lib.load(options.workdir, options.step)
-  settings = {
-    name: default if getattr(options, name) is None else getattr(options, name)
-    for name, default in run.config.sample.items()
-    if name != "prompt"
-  }
-  settings |= dict(seed=options.seed, num_samples=options.num_samples, stop=options.stop)
-  prompt = run.config.sample.prompt if prompt is None else prompt
+  run = run_lib.load(folder, options.step)
+  settings = run.config.sample.to_dict()
+  default_prompt = settings.pop("prompt")
+  for name in settings:
+    if getattr(options, name) is not None:
+      settings[name] = getattr(options, name)
+  settings |= {"seed": options.seed, "num_samples": options.num_samples, "stop": options.stop}
   try:
-    _write(run, prompt, settings, is_text=not options.json)
+    _write(run, default_prompt if prompt is None else prompt, settings, not options.json)
   except BrokenPipeError:  # The reader closed the pipe; Python would complain again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -74,42 +82,73 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
   return prompt
 
 
-def _write(run, prompt: str, settings: dict, is_text: bool) -> None:
+@dataclasses.dataclass
+class _Sampled:
+  """The pieces of the samples, and when they came, in seconds."""
+
+  pieces: list = dataclasses.field(default_factory=list)
+  times: list[float] = dataclasses.field(default_factory=list)
+
+  @property
+  def num_tokens(self) -> int:
+    return sum(piece.num_tokens for new in self.pieces for piece in new)
+
+  @property
+  def speed(self) -> float | None:
+    """Tokens a second after the first text."""
+    if len(self.times) < 2:
+      return None
+    later = sum(piece.num_tokens for new in self.pieces[1:] for piece in new)
+    return later / (self.times[-1] - self.times[0])
+
+  def samples(self) -> list[dict[str, Any]]:
+    """One JSON object for each sample."""
+    return [
+      {
+        "text": "".join(piece.text for piece in row),
+        "num_tokens": sum(piece.num_tokens for piece in row),
+        "is_stopped": row[-1].is_stopped,
+      }
+      for row in zip(*self.pieces, strict=True)
+    ]
+
+
+def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> None:
   import jax
 
   is_first = jax.process_index() == 0
-  is_one = settings["num_samples"] == 1
   if isinstance(sys.stdout, io.TextIOWrapper):  # A terminal may lack a model's characters.
     sys.stdout.reconfigure(errors="replace")
   pieces = run.stream(prompt, **settings)
-  if is_text and is_first:
-    print(prompt if is_one else f"--- sample 1 ---\n{prompt}", end="", flush=True)
-  begin, times, seen = time.perf_counter(), [], []
+  prints = is_text and is_first
+  if prints:
+    start = prompt if settings["num_samples"] == 1 else f"--- sample 1 ---\n{prompt}"
+    print(start, end="", flush=True)
+  sampled = _Sampled()
+  begin = time.perf_counter()
   for new in pieces:
-    times.append(time.perf_counter())
-    seen.append(new)
-    if is_text and is_first:
+    sampled.times.append(time.perf_counter() - begin)
+    sampled.pieces.append(new)
+    if prints:
       print(new[0].text, end="", flush=True)
-  if not is_first:
-    return
-  samples = [
-    {
-      "text": "".join(piece.text for piece in row),
-      "num_tokens": sum(piece.num_tokens for piece in row),
-      "is_stopped": row[-1].is_stopped,
-    }
-    for row in zip(*seen, strict=True)
-  ]
-  counts = [sum(piece.num_tokens for piece in new) for new in seen]
-  seconds, to_first = times[-1] - begin, times[0] - begin
-  speed = sum(counts[1:]) / (seconds - to_first) if len(counts) > 1 else None
-  if not is_text:
-    content = {"prompt": prompt, **settings, "samples": samples, "seconds": seconds}
-    content |= {"seconds_to_first": to_first, "tokens_per_second": speed}
+  if prints:
+    _print_rest(sampled, prompt)
+  elif is_first:
+    content = {"prompt": prompt, **settings, "samples": sampled.samples()}
+    content["seconds"] = sampled.times[-1]
+    content["seconds_to_first"] = sampled.times[0]
+    content["tokens_per_second"] = sampled.speed
     print(json.dumps(content, indent=2))
-    return
+
+
+def _print_rest(sampled: _Sampled, prompt: str) -> None:
+  """Prints the samples after the first, and how long they took."""
   print()
-  for number, sample in enumerate(samples[1:], 2):
+  for number, sample in enumerate(sampled.samples()[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
-  shown = f"{sum(counts):,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the first text"
-  print(f"{shown} came{f'; then {speed:,.0f} tokens a second' if speed else ''}", file=sys.stderr)
+  seconds, to_first = sampled.times[-1], sampled.times[0]
+  shown = f"{sampled.num_tokens:,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the "
+  shown += "first text came"
+  if sampled.speed:
+    shown += f"; then {sampled.speed:,.0f} tokens a second"
+  print(shown, file=sys.stderr)

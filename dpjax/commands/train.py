@@ -5,79 +5,107 @@ Run again, it resumes the run in the folder; --workdir then suffices.
 
 import re
 import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dpjax.commands import flags as command_line
+from dpjax.commands.parser import Parser, exit_unless_finite, path, start
 from dpjax.errors import UserError
 
+if TYPE_CHECKING:
+  from dpjax.config import ConfigDict
+  from dpjax.data import Tokens
+  from dpjax.run import Run
 
-def main() -> None:
+
+def main(words: Sequence[str] | None = None) -> None:
   """Trains the model that the command line specifies."""
-  parser = command_line.Parser("train", __doc__, has_config=True)
+  parser = Parser("train", __doc__, has_config=True)
   add = parser.add_argument
-  add("--workdir", type=command_line.path, required=True, help="the run's folder")
+  add("--workdir", type=path, required=True, help="the run's folder")
   add("--tokenize_only", action="store_true", help="only prepare the tokens of the run")
   add("--dry_run", action="store_true", help="also print parameters, updates and memory")
   add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, e.g. 10:13")
-  command_line.start(parser, _train)
+  start(parser, _train, words)
 
 
-def _train(options) -> None:
-  import jax
-
+def _train(options: Namespace) -> None:
   from dpjax import run as run_lib
-  from dpjax.run import workdir as workdir_lib
   from dpjax.training import loop
 
-  profile, config, folder = _parse_profile(options.profile), options.config, options.workdir
-  if not folder:
-    raise UserError("--workdir: expected a folder, got none")
-  if config is None:
-    if not (Path(folder) / "config.json").exists():
-      expected = "expected an experiment, or a --workdir with a run to resume"
-      raise UserError(f"--config: {expected}, got none, and {folder}")
-    config = workdir_lib.read_config(Path(folder))
+  profile = _parse_profile(options.profile)
+  config = _find_config(options)
   if options.tokenize_only or options.dry_run:
-    data = run_lib.tokenize(config, folder)
-    for split, counts in data.counts.items():
-      print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
-    if unknown := data.tokenizer.describe_unknown(data.splits):
-      print(unknown)
+    data = run_lib.tokenize(config, options.workdir)
+    _print_tokens(data)
     if options.dry_run:
       _print_plan(config, data)
     return
   try:
-    run, scores = run_lib.train(config, folder, profile=profile)
+    run, scores = run_lib.train(config, options.workdir, profile=profile)
   except loop.NonFiniteError as error:
     sys.exit(str(error))
-  is_first, prompt = jax.process_index() == 0, run.config.sample.prompt
-  if is_first:
-    print(f"\nThe test split, by step {run.step} (best by validation):")
-    print(run_lib.table(scores), flush=True)
-  if prompt:  # In every process: each may hold only a part of the parameters.
-    try:
-      text = prompt + run.generate(prompt, seed=run.config.seed)[0]
-    except UserError as error:  # The vocabulary may lack characters of the prompt.
-      text = f"(none: sample.{error})"
-    if is_first:
-      print(f"\nA sample:\n{text}")
-  command_line.exit_unless_finite(test=scores["nats_per_token"])
+  _print_result(run, scores)
+  exit_unless_finite(test=scores["nats_per_token"])
 
 
-def _print_plan(config, data) -> None:
+def _find_config(options: Namespace) -> "ConfigDict":
+  """The configuration of --config, or of the run in --workdir."""
+  from dpjax.run import workdir
+
+  if not options.workdir:
+    raise UserError("--workdir: expected a folder, got none")
+  if options.config is not None:
+    return options.config
+  if not (Path(options.workdir) / "config.json").exists():
+    expected = "expected an experiment, or a --workdir with a run to resume"
+    raise UserError(f"--config: {expected}, got none, and {options.workdir}")
+  return workdir.read_config(Path(options.workdir))
+
+
+def _print_tokens(data: "Tokens") -> None:
+  for split, counts in data.counts.items():
+    print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
+  if unknown := data.tokenizer.describe_unknown(data.splits):
+    print(unknown)
+
+
+def _print_plan(config: "ConfigDict", data: "Tokens") -> None:
   from dpjax import config as config_lib
   from dpjax.analysis import compile as compile_lib
   from dpjax.models import build
   from dpjax.run import training
   from dpjax.training import sharding
 
-  sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps)
-  config, settings = build.with_vocabulary(config, data.tokenizer), config.train
+  settings = config.train
+  sharding.check_rows(settings.batch_size, settings.grad_accum_steps)
+  config = build.with_vocabulary(config, data.tokenizer)
   epoch = training.make_batches(config, data).steps_per_epoch
   updates = config_lib.steps_in(settings, "num", steps_per_epoch=epoch)
   size = f"{settings.batch_size} x {settings.window or config.model.max_length} tokens"
   print(f"{updates:,} updates of {size}, {updates / epoch:.4g} times the text; one update takes")
   print(compile_lib.table(compile_lib.compile_steps(config, "here", steps=["train"])))
+
+
+def _print_result(run: "Run", scores: Mapping[str, float]) -> None:
+  import jax
+
+  from dpjax import run as run_lib
+
+  is_first = jax.process_index() == 0
+  if is_first:
+    print(f"\nThe test split, by step {run.step} (best by validation):")
+    print(run_lib.table(scores), flush=True)
+  prompt = run.config.sample.prompt
+  if not prompt:
+    return
+  try:  # In every process: each may hold only a part of the parameters.
+    text = prompt + run.generate(prompt, seed=run.config.seed)[0]
+  except UserError as error:  # The vocabulary may lack characters of the prompt.
+    text = f"(none: sample.{error})"
+  if is_first:
+    print(f"\nA sample:\n{text}")
 
 
 def _parse_profile(text: str | None) -> tuple[int, int] | None:

@@ -6,9 +6,7 @@ if TYPE_CHECKING:
   from dpjax.config.loading import apply_variant as apply_variant
   from dpjax.config.loading import from_dict as from_dict
   from dpjax.config.loading import load as load
-  from dpjax.config.registry import ConfigDict as ConfigDict
   from dpjax.config.rules import check as check
-  from dpjax.config.rules import check_choice as check_choice
   from dpjax.config.rules import check_ids as check_ids
   from dpjax.config.rules import check_model as check_model
   from dpjax.config.rules import check_sampling as check_sampling
@@ -16,6 +14,8 @@ if TYPE_CHECKING:
   from dpjax.config.rules import idle_mixers as idle_mixers
   from dpjax.config.rules import stage_multipliers as stage_multipliers
   from dpjax.config.rules import steps_in as steps_in
+  from dpjax.config.schema import Data as Data
+  from dpjax.config.schema import Train as Train
   from dpjax.config.sections import boundaries as boundaries
   from dpjax.config.sections import default as default
   from dpjax.config.sections import default_model as default_model
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
   from dpjax.config.sections import stages_in as stages_in
   from dpjax.config.sections import tokenizer as tokenizer
   from dpjax.config.sections import walk as walk
+  from dpjax.config.setting import ConfigDict as ConfigDict
 else:
   from dpjax import lazy
 

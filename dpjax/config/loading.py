@@ -16,8 +16,8 @@ from typing import Any
 
 from dpjax import files
 from dpjax.config import registry, sections
-from dpjax.config.registry import ConfigDict
 from dpjax.config.rules import check
+from dpjax.config.setting import ConfigDict, Setting
 from dpjax.errors import UserError
 
 CHECKSUMS = "checksums"  # in an exported run's config.json: the checksum of each file, by name
@@ -49,12 +49,18 @@ def load(experiment: str) -> ConfigDict:
     raise UserError(
       f"--config: expected a Python file, a run's folder, or one of {names}, got {path or 'none'}"
     )
+  return _run_file(path, variant, is_packaged=path == str(packaged))
+
+
+def _run_file(path: str, variant: str, is_packaged: bool) -> ConfigDict:
+  """The configuration that a Python file's `get_config` gives."""
   try:
-    with _importable(is_first=path == str(packaged)):
+    with _importable(is_first=is_packaged):
       module = runpy.run_path(path, run_name="config")
       if "get_config" not in module:
         raise AttributeError("it has no attribute 'get_config'")
-      config = module["get_config"](*[variant] * bool(variant))
+      get_config = module["get_config"]
+      config = get_config(variant) if variant else get_config()
     if not isinstance(config, ConfigDict):
       raise TypeError(f"get_config() gave a value of type {type(config).__name__}")
     return config
@@ -80,7 +86,9 @@ def _folder() -> Path:
 def _importable(is_first: bool) -> Iterator[None]:
   """Lets experiments import `configs`, both the packaged modules and the user's."""
   spec = importlib.machinery.PathFinder.find_spec("configs")
-  theirs = [*(spec and spec.submodule_search_locations or ())]
+  theirs = []
+  if spec is not None and spec.submodule_search_locations is not None:
+    theirs = list(spec.submodule_search_locations)
   kept = {name: sys.modules.pop(name) for name in _modules()}
   package: Any = types.ModuleType("configs")
   package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
@@ -129,8 +137,8 @@ def of_run(folder: Path) -> ConfigDict:
     return from_dict(settings)
   except UserError as error:
     plugins = settings.get("plugins")
-    plugins = plugins if isinstance(plugins, list) else []
-    missing = [str(name) for name in plugins if str(name) not in sys.modules]
+    names = map(str, plugins) if isinstance(plugins, list) else ()
+    missing = [name for name in names if name not in sys.modules]
     if not missing:
       raise
     raise UserError(
@@ -151,17 +159,7 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
   Raises:
     UserError: a setting is unknown, or its value has the wrong type.
   """
-  names = sections.component_keys(sections.fill(config, is_complete=True))
-  for key, node in names.items():
-    words, choices = take(words, f"config.{key}", f"config.{key}.name")
-    if choices and choices[-1] == "none" and node.default is None:
-      sections.set_value(config, key, None)
-    elif choices:
-      value: Any = choices[-1]
-      if node.components is registry.mixers and "," in value:
-        previous = {x["name"]: x for x in sections.in_turn(key, sections.get(config, key)).values()}
-        value = [previous.get(name, name) for name in value.split(",")]
-      sections.set_value(config, key, sections.component(node.components, value, key))
+  words = _choose_components(config, words)
   settings = {key: setting for key, _, setting in sections.walk(sections.fill(config))}
   rest, others = iter(words), []
   for word in rest:
@@ -169,25 +167,55 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     if match is None:
       others.append(word)
       continue
-    negation, key, text = match.groups()
-    setting, section = settings.get(key), key.rpartition(".")[0]
-    if setting is None:
-      is_component = re.sub(r"\.\d+$", "", section) in names and f"{section}.name" in settings
-      owner = sections.get(config, section)["name"] if is_component else ""
-      raise sections.unknown(
-        key, [x for x in settings if x.startswith(section * bool(owner))], owner
-      )
-    if setting.value_type is bool:
-      text = "False" if negation else "True" if text is None else text
+    is_negated, key, text = match[1] is not None, match[2], match[3]
+    if key not in settings:
+      raise _unknown(config, settings, key)
+    is_flag = settings[key].value_type is bool
+    if is_negated and not is_flag:
+      raise UserError(f"{word}: expected a setting that is True or False, got {key}")
+    if is_flag and is_negated:
+      text = "False"
+    elif is_flag and text is None:
+      text = "True"
     elif text is None:
       text = next(rest, "")
-    if negation and setting.value_type is not bool:
-      raise UserError(f"{word}: expected a setting that is True or False, got {key}")
     if key.endswith("middle"):
       expected = "expected it in a configuration file, by dpjax.config.middle"
       raise UserError(f"--config.{key}: {expected}, got {text}")
-    sections.set_value(config, key, setting.parse(f"--config.{key}", text))
+    sections.set_value(config, key, settings[key].parse(f"--config.{key}", text))
   return sections.fill(config, is_complete=True), others
+
+
+def _choose_components(config: ConfigDict, words: Sequence[str]) -> list[str]:
+  """Replaces the components that words choose by name; returns the other words."""
+  others = list(words)
+  nodes = sections.component_keys(sections.fill(config, is_complete=True))
+  for key, node in nodes.items():
+    others, choices = take(others, f"config.{key}", f"config.{key}.name")
+    if not choices:
+      continue
+    name = choices[-1]
+    if name == "none" and node.default is None:
+      section = None
+    elif node.registry is registry.mixers and "," in name:
+      before = sections.in_turn(key, sections.get(config, key)).values()
+      known = {each["name"]: each for each in before}
+      several = [known.get(each, each) for each in name.split(",")]
+      section = sections.component(node.registry, several, key)
+    else:
+      section = sections.component(node.registry, name, key)
+    sections.set_value(config, key, section)
+  return others
+
+
+def _unknown(config: ConfigDict, settings: Mapping[str, Setting], key: str) -> UserError:
+  """The error for an unknown setting; for one of a component, with that component's."""
+  section = key.rpartition(".")[0]
+  names = sections.component_keys(config)
+  if f"{section}.name" in settings and re.sub(r"\.\d+$", "", section) in names:
+    owner = sections.get(config, section)["name"]
+    return sections.unknown(key, [x for x in settings if x.startswith(section)], owner)
+  return sections.unknown(key, settings)
 
 
 def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:

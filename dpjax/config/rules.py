@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpjax.config import registry, schema, sections
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 
 _BYTES_PER_TOKEN = 4.6  # for GPT-2
@@ -21,12 +21,11 @@ def check(config: Any) -> None:
   stage_multipliers(config)
   max_length = model.max_length
   # Level k reads 2**k tokens back: with 2**k >= M, there is none within M tokens.
-  max_levels = max(1, (max_length - (not sections.is_pooled(model))).bit_length())
+  farthest = max_length if sections.is_pooled(model) else max_length - 1
+  max_levels = max(1, farthest.bit_length())
   for key, section in sections.mixers_in(model).items():
-    num_levels, expected = (
-      section.get("num_levels"),
-      f"at most {max_levels}, which reach over the window",
-    )
+    num_levels = section.get("num_levels")
+    expected = f"at most {max_levels}, which reach over the window"
     is_valid = not _is_ours(section) or (num_levels or 1) <= max_levels
     _expect(is_valid, f"{key}.num_levels", expected, num_levels)
   for key, window in (("train.window", train.window), ("eval.window", config.eval.window)):
@@ -44,12 +43,16 @@ def check(config: Any) -> None:
 
 def check_model(model: Mapping) -> None:
   """Checks the settings of a model, like `check`."""
-  model = sections.fill(model, schema.SCHEMA["model"], "model.", is_complete=True)
+  model = sections.fill(model, schema.Model, "model.", is_complete=True)
   for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
     is_valid = model.norm_position == "pre" or model[name] == value
     _expect(is_valid, f"model.{name}", f"{value} with model.norm_position = post", model[name])
-  supplied = dict(init_std=model.init_std, dtype=model.dtype)
-  supplied |= dict(max_length=model.max_length, position_dropout=model.dropout)
+  supplied = {
+    "init_std": model.init_std,
+    "dtype": model.dtype,
+    "max_length": model.max_length,
+    "position_dropout": model.dropout,
+  }
   for key, section in sections.mixers_in(model).items():
     registry.mixers.build(section, key, **supplied)
   for key, section in sections.stages_in(model).items():
@@ -130,7 +133,8 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
     _expect(is_valid, name, expected, value)
     return tuple(map(float, value))
   widths = [stage["width"] for stage in stages.values()]
-  widths += widths[-1:] * (len(widths) == len(pooled))  # The innermost has no section of its own.
+  if len(widths) == len(pooled):  # The innermost has no section of its own.
+    widths.append(widths[-1])
   lengths = [1.0]  # bytes per vector in each stage
   for key, stage in pooled.items():
     length = _build_boundaries(key, stage).segment_length
@@ -205,18 +209,13 @@ def idle_mixers(model: Mapping) -> dict[str, str]:
 
 def check_seed(seed: int) -> None:
   """Checks that JAX can make a random key from a seed, like `check`."""
-  schema.SCHEMA["seed"].check("seed", seed)
+  schema.find("seed").check("seed", seed)
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
   """Checks settings of `config.sample`, like `check`; messages begin with `prefix`."""
   for name, value in sample.items():
-    schema.SCHEMA["sample"][name].check(f"{prefix}{name}", value)
-
-
-def check_choice(key: str, value: str, name: str = "") -> None:
-  """Checks that a value is one of a setting's choices; messages call the setting `name`."""
-  sections.get(schema.SCHEMA, key).check(name or key, value)
+    schema.find(f"sample.{name}").check(f"{prefix}{name}", value)
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:

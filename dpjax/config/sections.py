@@ -1,4 +1,4 @@
-"""Sections of settings: filled from a table, walked, changed and compared.
+"""Sections of settings: filled from `dpjax.config.schema`, walked, changed and compared.
 
 `default()` gives all settings; a file of `configs/` starts from it.
 """
@@ -7,24 +7,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
-from dpjax.config import registry
-from dpjax.config.registry import ConfigDict, Registry, Setting, as_tuple
-from dpjax.config.schema import (
-  FREE_NAMES,
-  LENGTH_KEYS,
-  MIDDLE,
-  MODEL,
-  PATHS,
-  RENAMED,
-  SCHEMA,
-  Component,
-  Middle,
-)
+from dpjax.config import registry, schema
+from dpjax.config.registry import Registry
+from dpjax.config.schema import Component, Subsection, declared
+from dpjax.config.setting import ConfigDict, Setting, as_tuple
 from dpjax.errors import UserError, unknown_setting
-
-_REGISTRIES = {"mixer": registry.mixers, "boundaries": registry.boundaries}
-_REGISTRIES |= {"optimizer": registry.optimizers, "schedule": registry.schedules}
-_REGISTRIES["tokenizer"] = registry.tokenizers
 
 
 class Section(ConfigDict):
@@ -35,8 +22,8 @@ class Section(ConfigDict):
   """
 
   def __setitem__(self, key, value):
-    if key in _REGISTRIES and isinstance(value, str | list | tuple):
-      value = component(_REGISTRIES[key], value, key)
+    if key in registry.KINDS and isinstance(value, str | list | tuple):
+      value = component(registry.KINDS[key], value, key)
     elif type(value) is ConfigDict and key in self and isinstance(self[key], Section):
       value = Section(value)
     if key in ("mixer", "stage_multipliers"):  # from one to several, or back
@@ -48,11 +35,13 @@ class Section(ConfigDict):
   def update(self, *other, **kwargs):
     """Like that of ConfigDict; also accepts components, as names or sections."""
     for values in (*other, kwargs):
-      types = str | ConfigDict | list | tuple
-      names = {key for key in _REGISTRIES if isinstance(values.get(key), types)}
-      for key in names:
-        self[key] = values[key]
-      super().update({key: values[key] for key in values if key not in names})
+      rest = {}
+      for key in values:
+        if key in registry.KINDS and isinstance(values[key], str | ConfigDict | list | tuple):
+          self[key] = values[key]
+        else:
+          rest[key] = values[key]
+      super().update(rest)
 
   def to_dict(self, *args, **kwargs):
     """Like that of ConfigDict, with several mixers as a list of dicts."""
@@ -66,7 +55,7 @@ class Section(ConfigDict):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 
 
-def _is_section(value: Any) -> TypeGuard[Mapping]:
+def _is_section(value: object) -> TypeGuard[Mapping]:
   return isinstance(value, Mapping | ConfigDict)
 
 
@@ -77,10 +66,10 @@ def default() -> ConfigDict:
 
 def default_model() -> ConfigDict:
   """`default().model`, the settings of a model."""
-  return fill({}, MODEL, "model.")
+  return fill({}, schema.Model, "model.")
 
 
-def mixer(name: str, **settings) -> ConfigDict:
+def mixer(name: str, **settings: Any) -> ConfigDict:
   """The section of a token mixer: its name, and all of its settings.
 
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
@@ -94,22 +83,22 @@ def mixer(name: str, **settings) -> ConfigDict:
   return registry.mixers.section(name, **settings)
 
 
-def boundaries(name: str, **settings) -> ConfigDict:
+def boundaries(name: str, **settings: Any) -> ConfigDict:
   """The section of boundaries, like `mixer`; "none" does not pool."""
   return registry.boundaries.section(name, **settings)
 
 
-def optimizer(name: str, **settings) -> ConfigDict:
+def optimizer(name: str, **settings: Any) -> ConfigDict:
   """The section of an optimizer, like `mixer`."""
   return registry.optimizers.section(name, **settings)
 
 
-def schedule(name: str, **settings) -> ConfigDict:
+def schedule(name: str, **settings: Any) -> ConfigDict:
   """The section of a learning rate schedule, like `mixer`."""
   return registry.schedules.section(name, **settings)
 
 
-def tokenizer(name: str, **settings) -> ConfigDict:
+def tokenizer(name: str, **settings: Any) -> ConfigDict:
   """The section of a tokenizer, like `mixer`."""
   return registry.tokenizers.section(name, **settings)
 
@@ -130,11 +119,11 @@ def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> Conf
     **settings: `feed_forward_width`, like `width`, and another `middle`.
   """
   values = {"boundaries": boundaries, "width": width, **settings}
-  return fill(values, MIDDLE, "model.middle.")
+  return fill(values, schema.Middle, "model.middle.")
 
 
 def fill(
-  values: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = "", *, is_complete: bool = False
+  values: Any, section: type = schema.Config, prefix: str = "", *, is_complete: bool = False
 ) -> ConfigDict:
   """Completes `values`, a configuration, JSON or some settings, with the defaults.
 
@@ -142,50 +131,55 @@ def fill(
 
   Args:
     values: settings by section. A component is a section with its name, or only its name.
-    schema: the table of known settings.
+    section: the class that declares the settings.
     prefix: the beginning of their full names.
     is_complete: whether to reject missing settings, and names in place of sections.
 
   Raises:
     UserError: an unknown setting, a wrong type, or a value out of range.
   """
+  nodes = declared(section)
   for name in _section(values, prefix[:-1]):
-    if name not in schema:
-      settings = walk(fill({}, schema, prefix), schema, prefix)
+    if name not in nodes:
+      settings = walk(fill({}, section, prefix), section, prefix)
       raise unknown(f"{prefix}{name}", [key for key, *_ in settings])
-  if is_complete and (missing := [f"{prefix}{name}" for name in schema if name not in values]):
+  if is_complete and (missing := [f"{prefix}{name}" for name in nodes if name not in values]):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
   config = Section()
-  for name, node in schema.items():
-    key, default = f"{prefix}{name}", {} if isinstance(node, Mapping) else node.default
-    value = values.get(name, default)
+  for name, node in nodes.items():
+    key = f"{prefix}{name}"
     if isinstance(node, Setting):
-      config[name] = node.check(key, as_tuple(value)) if name in values else value
-    elif value is None and default is None:
-      config[name] = None
+      given = name in values
+      config[name] = node.check(key, as_tuple(values[name])) if given else node.default
     elif isinstance(node, Component):
-      config[name] = component(node.components, value, key, is_complete)
+      value = values.get(name, node.default)
+      is_none = value is None and node.default is None
+      config[name] = None if is_none else component(node.registry, value, key, is_complete)
     else:
-      inner = node.schema if isinstance(node, Middle) else node
-      config[name] = fill(value, inner, f"{key}.", is_complete=is_complete)
+      value = values.get(name, None if node.is_optional else {})
+      is_none = value is None and node.is_optional
+      inner = node.section()
+      config[name] = None if is_none else fill(value, inner, f"{key}.", is_complete=is_complete)
   return config
 
 
 def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
   """The error for an unknown setting; it suggests the new name or the nearest one."""
-  return unknown_setting(key, [RENAMED[key]] if key in RENAMED else names, owner)
+  if key in schema.RENAMED:
+    names = [schema.RENAMED[key]]
+  return unknown_setting(key, names, owner)
 
 
 def component(components: Registry, value: Any, key: str, is_complete: bool = False) -> Any:
   """The section for a component's name or section; for several mixers, a tuple of sections."""
+  may_alternate = components is registry.mixers
   if isinstance(value, str) and not is_complete:
-    is_several = components is registry.mixers and "," in value
-    value = value.split(",") if is_several else {"name": value}
+    value = value.split(",") if may_alternate and "," in value else {"name": value}
   if isinstance(value, list | tuple) and len(value) == 1:
     return component(components, value[0], key, is_complete)
-  if isinstance(value, list | tuple) and value and components is registry.mixers:
-    sections = in_turn(key, value).items()
-    return tuple(component(components, x, name, is_complete) for name, x in sections)
+  if isinstance(value, list | tuple) and value and may_alternate:
+    parts = in_turn(key, value).items()
+    return tuple(component(components, x, name, is_complete) for name, x in parts)
   return components.fill(_section(value, key), key, is_complete=is_complete)
 
 
@@ -196,36 +190,36 @@ def _section(value: Any, key: str) -> Mapping:
   return value
 
 
-def _nodes(config: Any, schema: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
-  """Yields the full name, value and node of each setting, component and absent middle."""
-  for name, node in schema.items():
+Node = Setting | Component | Subsection
+
+
+def _nodes(config: Any, section: type, prefix: str) -> Iterator[tuple[str, Any, Node]]:
+  """Yields the full name, value and declaration of each setting, component and absent middle."""
+  for name, node in declared(section).items():
     key, value = f"{prefix}{name}", config[name]
-    if isinstance(node, Setting | Component) or value is None:
-      yield key, value, node
+    if isinstance(node, Subsection) and value is not None:
+      yield from _nodes(value, node.section(), f"{key}.")
     else:
-      yield from _nodes(value, node.schema if isinstance(node, Middle) else node, f"{key}.")
+      yield key, value, node
 
 
 def walk(
-  config: Any, schema: Mapping[str, Any] = SCHEMA, prefix: str = ""
+  config: Any, section: type = schema.Config, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Setting]]:
   """Yields the full name, value and `Setting` of each setting of a complete configuration."""
-  for key, value, node in _nodes(config, schema, prefix):
+  for key, value, node in _nodes(config, section, prefix):
     if isinstance(node, Setting):
       yield key, value, node
-    elif value is None:
-      yield key, None, Setting(None, node.meaning, type=ConfigDict, is_optional=True)
+    elif isinstance(node, Component) and value is not None:
+      for path, part in in_turn(key, value).items():
+        yield from node.registry.walk(part, path)
     else:
-      for path, section in in_turn(key, value).items():
-        yield f"{path}.name", section["name"], Setting(node.default, type=str)
-        for field, setting in node.components.settings(section["name"]).items():
-          is_free = field in FREE_NAMES
-          yield f"{path}.{field}", section[field], setting._replace(is_free=is_free)
+      yield key, None, Setting(None, node.meaning, type=ConfigDict, is_optional=True)
 
 
 def component_keys(config: Any) -> dict[str, Component]:
-  """The sections that may hold a component, by full name, including those of middles."""
-  nodes = _nodes(config, SCHEMA, "")
+  """The settings that may hold a component, by full name, including those of middles."""
+  nodes = _nodes(config, schema.Config, "")
   return {key: node for key, _, node in nodes if isinstance(node, Component)}
 
 
@@ -269,7 +263,7 @@ def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:
   """The modules that registered the components of a configuration, for --plugin."""
   origins = {
-    node.components.origin(section["name"])
+    node.registry.origin(section["name"])
     for key, node in component_keys(config).items()
     for section in in_turn(key, get(config, key)).values()
   }
@@ -279,8 +273,8 @@ def plugins_in(config: ConfigDict) -> tuple[str, ...]:
 def expand_paths(config: ConfigDict) -> ConfigDict:
   """A copy of a configuration with ~ expanded in its paths; raises like `fill`."""
   config = fill(config, is_complete=True)
-  for key, value, _ in [*walk(config)]:
-    if key in PATHS and value:
+  for key, value, setting in list(walk(config)):
+    if setting.is_path and value:
       set_value(config, key, os.path.expanduser(value))
   return config
 
@@ -316,12 +310,15 @@ def set_value(config: Any, key: str, value: Any) -> None:
 
 def differences(old: Mapping, new: Mapping) -> list[str]:
   """The settings that keep `new` from resuming a run of `old`: `key: old there, new here`."""
-  before, after = ({key: (x, y) for key, x, y in walk(fill(z))} for z in (old, new))
-  is_unbounded = after["train.schedule.name"][0] == "constant"
+  before = {key: (value, setting) for key, value, setting in walk(fill(old))}
+  after = {key: (value, setting) for key, value, setting in walk(fill(new))}
+  has_fixed_length = after["train.schedule.name"][0] != "constant"
   lines = []
   for key in sorted(before.keys() | after.keys()):
-    there, here = (values.get(key, (None, None))[0] for values in (before, after))
-    is_free = (after.get(key) or before[key])[1].is_free or is_unbounded and key in LENGTH_KEYS
+    there, _ = before.get(key, (None, None))
+    here, _ = after.get(key, (None, None))
+    _, setting = after.get(key) or before[key]
+    is_free = setting.is_free or (setting.is_length and not has_fixed_length)
     if there != here and not is_free:
       lines.append(f"{key}: {there!r} there, {here!r} here")
   return lines

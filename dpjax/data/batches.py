@@ -4,7 +4,7 @@ Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", fl
 target with weight 0 does not count. A slice selects a host's b rows of the batch's B rows.
 Padding is filled with `pad_id`, 0 by default; scores do not depend on it.
 
-Given the stream's boundaries, uint8 [N], 0 or 1, a batch also has those of its input tokens,
+Given the boundaries of a `Stream`, uint8 [N], 0 or 1, a batch also has those of its input tokens,
 "boundaries", int32 [b, T], 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
@@ -40,42 +40,55 @@ class DocumentStarts:
   start_id: int
   start_boundary: int = 0
 
+  @classmethod
+  def of_one(cls, start_id: int, start_boundary: int = 0) -> "DocumentStarts":
+    """A stream that is one document."""
+    return cls(np.zeros(1, np.int64), start_id, start_boundary)
+
   def are_begun_at(self, positions) -> np.ndarray:
     """Whether a document begins at each of the positions, bool."""
     index = np.searchsorted(self.begins, positions).clip(max=len(self.begins) - 1)
     return self.begins[index] == positions
 
 
-def _check_num_boundaries(boundaries: np.ndarray | None, tokens: np.ndarray) -> None:
-  """Checks that there is one boundary for each token."""
-  if boundaries is not None and len(boundaries) != len(tokens):
-    expected = f"one for each of the {len(tokens)} tokens"
-    raise UserError(f"boundaries: expected {expected}, got {len(boundaries)}")
+@dataclasses.dataclass(frozen=True)
+class Stream:
+  """A stream of tokens, and what is known of each.
+
+  Attributes:
+    tokens: ids [N] of any integer type.
+    boundaries: None, or 0 or 1 for each, uint8 [N].
+    documents: None, or where documents begin.
+    pad_id: the id that fills the padding.
+
+  Raises:
+    UserError: there are not N boundaries.
+  """
+
+  tokens: np.ndarray
+  boundaries: np.ndarray | None = None
+  documents: DocumentStarts | None = None
+  pad_id: int = 0
+
+  def __post_init__(self):
+    if self.boundaries is not None and len(self.boundaries) != len(self.tokens):
+      expected = f"one for each of the {len(self.tokens)} tokens"
+      raise UserError(f"boundaries: expected {expected}, got {len(self.boundaries)}")
 
 
-class _Windows(abc.ABC):
+class Windows(abc.ABC):
   """Batches of B windows, each of T tokens of a stream."""
 
-  def __init__(
-    self,
-    tokens: np.ndarray,
-    batch_size: int,
-    window: int,
-    seed: int = 0,
-    *,
-    boundaries: np.ndarray | None = None,
-    pad_id: int = 0,
-    documents: DocumentStarts | None = None,
-  ):
-    """Takes the stream, ids [N] of any integer type, and the seed of a random order, >= 0.
+  def __init__(self, stream: Stream, batch_size: int, window: int, seed: int = 0):
+    """Takes the stream, and the seed of a random order, >= 0.
 
     Raises:
-      UserError: the stream is too short, or there are not N boundaries.
+      UserError: the stream is too short.
     """
-    _check_num_boundaries(boundaries, tokens)
-    self.batch_size, self.window = batch_size, window
-    self._tokens, self._seed, self._pad_id = tokens, seed, pad_id
-    self._boundaries, self._documents = boundaries, documents
+    self.batch_size = batch_size
+    self.window = window
+    self._stream = stream
+    self._seed = seed
     self.steps_per_epoch = self._count_steps()
 
   @abc.abstractmethod
@@ -88,38 +101,40 @@ class _Windows(abc.ABC):
 
   def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of the batch for a step >= 0."""
+    stream = self._stream
     position_bt, document_starts_bt = self._positions(step, rows)
     real = position_bt.shape[1] - 1
     padding = ((0, 0), (0, self.window - real))
-    tokens = self._tokens[position_bt].astype(np.int32)
+    tokens = stream.tokens[position_bt].astype(np.int32)
     batch = {
-      "tokens": np.pad(tokens[:, :-1], padding, constant_values=self._pad_id),
+      "tokens": np.pad(tokens[:, :-1], padding, constant_values=stream.pad_id),
       "targets": np.pad(tokens[:, 1:], padding),
       "weights": np.pad(np.ones((len(tokens), real), np.float32), padding),
     }
-    if self._boundaries is not None:
-      boundaries = self._boundaries[position_bt[:, :-1]].astype(np.int32)
+    if stream.boundaries is not None:
+      boundaries = stream.boundaries[position_bt[:, :-1]].astype(np.int32)
       batch["boundaries"] = np.pad(boundaries, padding)
-    if self._documents is not None:
-      document_starts_bt = self._documents.are_begun_at(position_bt) | document_starts_bt
+    if stream.documents is not None:
+      document_starts_bt = stream.documents.are_begun_at(position_bt) | document_starts_bt
       # The token before a document's first one belongs to another document.
       is_first = np.pad(document_starts_bt[:, 1:], padding)
-      batch["tokens"][is_first] = self._documents.start_id
-      if self._boundaries is not None:
-        batch["boundaries"][is_first] = self._documents.start_boundary
+      batch["tokens"][is_first] = stream.documents.start_id
+      if stream.boundaries is not None:
+        batch["boundaries"][is_first] = stream.documents.start_boundary
       batch["document_starts"] = is_first.astype(np.int32)
       batch["document_starts"][:, 0] = 1
     return batch
 
 
-class _Rows(_Windows):
+class _Rows(Windows):
   def _count_steps(self) -> int:
-    self._length = len(self._tokens) // self.batch_size
+    num_tokens = len(self._stream.tokens)
+    self._length = num_tokens // self.batch_size
     if self._length < self.window + 1:
       raise UserError(
-        f"train.window: expected at most {max(0, self._length - 1)} ({len(self._tokens)} tokens of "
-        f"the train split in {self.batch_size} rows give {self._length} each, the last of them "
-        f"only a target), got {self.window}"
+        f"train.window: expected at most {max(0, self._length - 1)} ({num_tokens} "
+        f"tokens of the train split in {self.batch_size} rows give {self._length} each, the last "
+        f"of them only a target), got {self.window}"
       )
     return -(-(self._length - 1) // self.window)
 
@@ -180,7 +195,7 @@ class ShuffledWindows(_Rows):
     return begin_b1 + column_bt, column_bt == 0
 
 
-class RandomWindows(_Windows):
+class RandomWindows(Windows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
   A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. An epoch has every
@@ -211,11 +226,12 @@ class RandomWindows(_Windows):
     return offsets[index, rows, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
-    self._num_windows = len(self._tokens) - self.window
+    num_tokens = len(self._stream.tokens)
+    self._num_windows = num_tokens - self.window
     if self._num_windows < 1:
       raise UserError(
-        f"train.window: expected at most {max(0, len(self._tokens) - 1)} (the train split has "
-        f"{len(self._tokens)} tokens, the last of them only a target), got {self.window}"
+        f"train.window: expected at most {max(0, num_tokens - 1)} (the train split has "
+        f"{num_tokens} tokens, the last of them only a target), got {self.window}"
       )
     return -(-self._num_windows // self.batch_size)
 
@@ -231,29 +247,23 @@ class EvaluationDocuments:
     row 1: tokens [1 9 9 0]  targets [5 9 2 0]  document_starts [1 1 0 0]  weights [1 1 1 0]
   """
 
-  def __init__(
-    self,
-    tokens: np.ndarray,
-    window: int,
-    stride: int,
-    batch_size: int,
-    documents: DocumentStarts,
-    *,
-    boundaries: np.ndarray | None = None,
-    pad_id: int = 0,
-  ):
-    """Takes the stream, ids [N] of any integer type, N >= 1.
+  def __init__(self, stream: Stream, window: int, stride: int, batch_size: int):
+    """Takes a stream with documents, N >= 1.
 
     Raises:
-      UserError: the stride is not in 1 .. window, or there are not N boundaries.
+      UserError: the stride is not in 1 .. window.
     """
-    _check_num_boundaries(boundaries, tokens)
+    assert stream.documents is not None
     if not 1 <= stride <= window:
       raise UserError(f"eval.stride: expected 1 .. {window} (the window), got {stride}")
-    self.batch_size, self._window, self._stride, self._pad_id = batch_size, window, stride, pad_id
-    self._tokens, self._boundaries, self._documents = tokens, boundaries, documents
+    self.batch_size = batch_size
+    self._window = window
+    self._stride = stride
+    self._stream = stream
+    self._documents = stream.documents
     # The number of windows up to the end of each document.
-    self._ends = np.cumsum(-(-np.diff(documents.begins, append=len(tokens)) // stride))
+    sizes = np.diff(stream.documents.begins, append=len(stream.tokens))
+    self._ends = np.cumsum(-(-sizes // stride))
     self._windows = np.arange(self._ends[-1])
     self._rows = self._fill_rows()
 
@@ -276,23 +286,23 @@ class EvaluationDocuments:
     numbers = index * self.batch_size + np.arange(self.batch_size)[rows]
     shape = len(numbers), self._window
     batch = {
-      "tokens": np.full(shape, self._pad_id, np.int32),
+      "tokens": np.full(shape, self._stream.pad_id, np.int32),
       "targets": np.zeros(shape, np.int32),
       "weights": np.zeros(shape, np.float32),
       "document_starts": np.zeros(shape, np.int32),
     }
     batch["document_starts"][:, 0] = 1
-    inputs = [("tokens", self._tokens, self._documents.start_id)]
-    if self._boundaries is not None:
+    inputs = [("tokens", self._stream.tokens, self._documents.start_id)]
+    if self._stream.boundaries is not None:
       batch["boundaries"] = np.zeros(shape, np.int32)
-      inputs += [("boundaries", self._boundaries, self._documents.start_boundary)]
+      inputs += [("boundaries", self._stream.boundaries, self._documents.start_boundary)]
     for b, number in enumerate(numbers):
       first, last = self._rows[[number, number + 1]] if number + 1 < len(self._rows) else (0, 0)
       at = 0
       for begin, end, counted in zip(*self._positions(self._windows[first:last]), strict=True):
         columns = slice(at, at + end - begin)
         batch["document_starts"][b, at] = 1
-        batch["targets"][b, columns] = self._tokens[begin:end]
+        batch["targets"][b, columns] = self._stream.tokens[begin:end]
         batch["weights"][b, columns] = np.arange(begin, end) >= counted
         for name, stream, start in inputs:  # the input of a target is the token before
           batch[name][b, at] = start if self._documents.are_begun_at(begin) else stream[begin - 1]
@@ -304,7 +314,7 @@ class EvaluationDocuments:
     """Where the targets of windows begin and end in the stream, and from where they count."""
     number = np.searchsorted(self._ends, windows, "right")
     begins = self._documents.begins
-    first, end = begins[number], np.append(begins[1:], len(self._tokens))[number]
+    first, end = begins[number], np.append(begins[1:], len(self._stream.tokens))[number]
     before = np.where(number > 0, self._ends[number - 1], 0)
     counted = first + (windows - before) * self._stride
     stop = counted + self._stride
@@ -314,7 +324,8 @@ class EvaluationDocuments:
 class EvaluationWindows(EvaluationDocuments):
   """Evaluation batches that score every token of a stream once, the first included.
 
-  Target p is token p, and its input token p - 1, or `start_id` (with `start_boundary`) for p = 0.
+  Target p is token p, and its input token p - 1, or for p = 0 the start token of the only document
+  (`DocumentStarts.of_one`).
   Window i scores the S targets i*S .. i*S + S - 1, S the stride, after as many others as fit in T:
 
     targets max(0, (i + 1)*S - T) .. (i + 1)*S - 1, the last S of them with weight 1
@@ -327,30 +338,19 @@ class EvaluationWindows(EvaluationDocuments):
   """
 
   def __init__(
-    self,
-    tokens: np.ndarray,
-    window: int,
-    stride: int,
-    batch_size: int,
-    start_id: int,
-    *,
-    boundaries: np.ndarray | None = None,
-    start_boundary: int = 0,
-    pad_id: int = 0,
-    max_tokens: int = 0,
+    self, stream: Stream, window: int, stride: int, batch_size: int, max_tokens: int = 0
   ):
-    """Takes a stream as `EvaluationDocuments` does; `max_tokens` = 0 takes all of it."""
-    self._max_tokens, self.share = max_tokens, 1.0
-    stream = DocumentStarts(np.zeros(1, np.int64), start_id, start_boundary)
-    size = tokens, window, stride, batch_size
-    super().__init__(*size, stream, boundaries=boundaries, pad_id=pad_id)
+    """Takes a stream of one document; `max_tokens` = 0 takes all of it."""
+    self._max_tokens = max_tokens
+    self.share = 1.0
+    super().__init__(stream, window, stride, batch_size)
 
   def _fill_rows(self) -> np.ndarray:
     total, required = len(self._windows), -(-self._max_tokens // self._stride)
     if 0 < required < total:
       self._windows = np.sort(_permute(self._windows[:required], total, (0,)))
       _, ends, counted = self._positions(self._windows)
-      self.share = int((ends - counted).sum()) / len(self._tokens)
+      self.share = int((ends - counted).sum()) / len(self._stream.tokens)
     return np.arange(len(self._windows) + 1)
 
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:

@@ -16,10 +16,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dpjax import files
 from dpjax.config.registry import load_plugins
+from dpjax.config.schema import Data
 from dpjax.data import readers, remote
 from dpjax.data.mixture import parse
 from dpjax.data.remote import Files, Source
@@ -44,58 +45,40 @@ class Corpus:
   about: dict = dataclasses.field(default_factory=dict)
 
 
-def load_corpus(
-  name: str = PYTHON_MANUAL,
-  path: str | Path = "",
-  split_fractions: Sequence[float] = (0.9, 0.05, 0.05),
-  *,
-  data_dir: str | Path = "data",
-  manual_dir: str | Path = "",
-  isolate_documents: bool = False,
-  text_field: str = "text",
-  separator: str = "",
-  mixture: str = "",
-) -> Corpus:
+def load_corpus(data: Data) -> Corpus:
   """Opens a text, which is written to `data_dir` first unless it is a plain file.
 
+    load_corpus(Data(path="my.txt"))
+
   Args:
-    name: the corpus, if there is no path: "python_manual", the language manual that comes with
-      Python, or another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
-    path: a UTF-8 text, cut into the splits in order, at line ends if it has lines; a .jsonl with
-      one document per line; a .parquet with one per row; several such files in sequence, given by
-      a pattern with *; or a folder with train.txt, valid.txt (or validation.txt) and test.txt, or
-      these as .jsonl or .parquet. In a folder without these, each .txt file is a document, also
+    data: the settings `config.data`; the tokenizer is ignored.
+      Without a `path`, `name` is "python_manual", the language manual that comes with Python, or
+      another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
+      `path` is a UTF-8 text, cut into the splits in order, at line ends if it has lines; a .jsonl
+      with one document per line; a .parquet with one per row; several such files in sequence, given
+      by a pattern with *; or a folder with train.txt, valid.txt (or validation.txt) and test.txt,
+      or these as .jsonl or .parquet. In a folder without these, each .txt file is a document, also
       in subfolders; documents are cut into the splits in the order of their paths, or taken from
       subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
-    split_fractions: the shares of a single text, in bytes; train takes the rounding error. If
-      documents are known, no document is cut, and each split has at least one.
-    data_dir: the folder for texts that are not plain files.
-    manual_dir: the folder of files downloaded by hand; "" is data_dir/manual.
-    isolate_documents: whether it must be known where documents begin.
-    text_field: the field of the text in .jsonl, or its column in .parquet.
-    separator: the line between two documents in .txt.
-    mixture: "SOURCE=WEIGHT,...", names and paths instead of a single one; each split is then a
-      `dpjax.data.corpus.Mixed`, and the other arguments apply to each source; field and separator
-      only to sources that use them.
+      With a `mixture`, each split is a `dpjax.data.corpus.Mixed`.
+      Of `split_fractions`, in bytes, train takes the rounding error. If documents are known, no
+      document is cut, and each split has at least one.
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
       or not readable, an unknown name, or a failed download.
   """
-  options = _Options(
-    Files(data_dir, manual_dir), split_fractions, isolate_documents, text_field, separator
-  )
-  if mixture:
-    corpora = [_open_source(source, options) for source in parse(mixture)]
+  if data.mixture:
+    corpora = [_open_source(source, data) for source in parse(data.mixture)]
   else:
-    corpora = [_open(name, path, options)]
-  if text_field != "text" and not any("text_field" in corpus.about for corpus in corpora):
+    corpora = [_open(data)]
+  if data.text_field != "text" and not any("text_field" in corpus.about for corpus in corpora):
     expected = "expected 'text' unless data.path is of .jsonl or .parquet"
-    raise UserError(f"data.text_field: {expected}, got {text_field!r}")
-  if separator and not any(map(_takes_separator, corpora)):
+    raise UserError(f"data.text_field: {expected}, got {data.text_field!r}")
+  if data.separator and not any(map(_takes_separator, corpora)):
     expected = "expected '' unless data.path is of .txt files with several documents"
-    raise UserError(f"data.separator: {expected}, got {separator!r}")
-  if not mixture:
+    raise UserError(f"data.separator: {expected}, got {data.separator!r}")
+  if not data.mixture:
     return corpora[0]
   splits = {x: Mixed([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
   about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
@@ -108,35 +91,32 @@ def _takes_separator(corpus: Corpus) -> bool:
 
 
 def _has_documents(corpus: Corpus) -> bool:
-  texts: Any = corpus.splits.values()
-  return all(text.has_documents for text in texts)
+  return all(isinstance(x, Text) and x.has_documents for x in corpus.splits.values())
 
 
-class _Options(NamedTuple):
-  files: Files
-  split_fractions: Sequence[float]
-  isolate_documents: bool
-  text_field: str
-  separator: str
+def _files(data: Data) -> Files:
+  return Files(data.data_dir, data.manual_dir)
 
 
-def _open_source(source: str, options: _Options) -> Corpus:
+def _open_source(source: str, data: Data) -> Corpus:
   """Opens a source of a mixture."""
+  changes = {"name": source, "path": ""} if is_name(source) else {"path": source}
   try:
-    return _open(source, "", options) if is_name(source) else _open("", source, options)
+    return _open(dataclasses.replace(data, **changes))
   except UserError as error:
     expected = "expected sources that can be opened"
     raise UserError(f"data.mixture: {expected}, got {source} ({error})") from error
 
 
-def _open(name: str, path: str | Path, options: _Options) -> Corpus:
+def _open(data: Data) -> Corpus:
   """The corpus at a path, or else with a name; finds its documents if they are isolated."""
-  if path:
-    corpus = _open_path(Path(path).expanduser(), options)
-    marks = readers.line_pattern(options.separator) if options.separator else ""
+  if data.path:
+    corpus = _open_path(Path(data.path).expanduser(), data)
+    marks = readers.line_pattern(data.separator) if data.separator else ""
   else:
-    corpus, marks = _open_name(name, options), find_source(name).documents
-  if not options.isolate_documents or _has_documents(corpus):
+    corpus = _open_name(data)
+    marks = find_source(data.name).documents
+  if not data.isolate_documents or _has_documents(corpus):
     return corpus
   if not marks:
     raise UserError(
@@ -144,8 +124,11 @@ def _open(name: str, path: str | Path, options: _Options) -> Corpus:
       "documents begin, got True (.jsonl, .parquet, a folder of .txt files, .txt with "
       "data.separator, datasets of the Hugging Face Hub and some corpora have documents)"
     )
-  texts: Any = corpus.splits
-  splits = {split: dataclasses.replace(text, marks=marks) for split, text in texts.items()}
+  splits = {
+    split: dataclasses.replace(text, marks=marks)
+    for split, text in corpus.splits.items()
+    if isinstance(text, Text)
+  }
   if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
     raise UserError(
       "data.isolate_documents, data.separator: expected a text with marks between documents, got "
@@ -154,14 +137,14 @@ def _open(name: str, path: str | Path, options: _Options) -> Corpus:
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
 
-def _open_path(path: Path, options: _Options) -> Corpus:
+def _open_path(path: Path, data: Data) -> Corpus:
   """The text of a file, a pattern or a folder; `about` identifies its files."""
   texts, about = {}, {"files": []}
   try:
-    by_split = _find_files(path, options.files.texts)
+    by_split = _find_files(path, _files(data).texts)
     for split, paths in by_split.items():
       are_documents = path.is_dir() and (not split or paths[0].parent != path)
-      texts[split], each = _open_files(paths, options, are_documents=are_documents)
+      texts[split], each = _open_files(paths, data, are_documents=are_documents)
       about["files"] += each.pop("files")
       about |= each
   except OSError as error:
@@ -170,8 +153,8 @@ def _open_path(path: Path, options: _Options) -> Corpus:
       f"{error.filename or path} ({error.strerror})"
     ) from error
   if "" in texts:
-    about["split_fractions"] = list(options.split_fractions)
-    texts = cut_splits(texts[""], options.split_fractions, str(path))
+    about["split_fractions"] = list(data.split_fractions)
+    texts = cut_splits(texts[""], data.split_fractions, str(path))
   return Corpus(path.name if path.is_dir() else _corpus_name(by_split[""]), texts, about)
 
 
@@ -218,7 +201,7 @@ def _text_files(folder: Path, texts: Path) -> list[Path]:
 
 
 def _open_files(
-  paths: Sequence[Path], options: _Options, *, are_documents: bool
+  paths: Sequence[Path], data: Data, *, are_documents: bool
 ) -> tuple[Text, dict[str, Any]]:
   """The text of files, and values that identify it."""
   (file_type, *others) = sorted({readers.file_type(path) for path in paths})
@@ -234,8 +217,8 @@ def _open_files(
   about: dict[str, Any] = {"files": ids if len(ids) == 1 else [_digest(ids)]}
   read: Callable[[Path], Iterable[str]] = readers.read_blocks
   if file_type != ".txt":
-    about["text_field"] = options.text_field
-    read = functools.partial(readers.read_records, columns=[options.text_field])
+    about["text_field"] = data.text_field
+    read = functools.partial(readers.read_records, columns=[data.text_field])
   elif are_documents:
     read = _read_document
   elif len(paths) == 1 and not readers.is_compressed(paths[0]):
@@ -247,7 +230,7 @@ def _open_files(
   def read_all() -> Iterator[tuple[str, str]]:
     return (("train", text) for path in paths for text in read(path))
 
-  texts, _ = write_texts(options.files.texts / name, inputs, read_all, are_documents=are_documents)
+  texts, _ = write_texts(_files(data).texts / name, inputs, read_all, are_documents=are_documents)
   return texts["train"], about
 
 
@@ -329,22 +312,23 @@ def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
   return ((split, piece) for split, path in paths.items() for piece in readers.read_blocks(path))
 
 
-def _open_name(name: str, options: _Options) -> Corpus:
+def _open_name(data: Data) -> Corpus:
   """The text of a named corpus, in data_dir; missing splits are cut from the end of train."""
-  source, folder = find_source(name), options.files.texts / re.sub(r"[^\w.-]", "_", name)
+  name = data.name
+  source, folder = find_source(name), _files(data).texts / re.sub(r"[^\w.-]", "_", name)
   are_documents = source.yields_documents
   about = {"name": name, "version": source.version, "are_documents": are_documents}
 
   def read() -> Iterator[tuple[str, str]]:
     print(f"preparing {folder.name} in {folder.parent}", flush=True)
-    return read_source(name, options.files)
+    return read_source(name, _files(data))
 
   splits, about["texts"] = write_texts(folder, about, read, are_documents=are_documents)
   if len(splits) < len(SPLITS):
     fractions = [
       0.0 if split in splits else fraction
-      for split, fraction in zip(SPLITS, options.split_fractions, strict=True)
+      for split, fraction in zip(SPLITS, data.split_fractions, strict=True)
     ]
     splits = {**cut_splits(splits.pop("train"), fractions, folder.name), **splits}
-    about["split_fractions"] = list(options.split_fractions)
+    about["split_fractions"] = list(data.split_fractions)
   return Corpus(folder.name, splits, about)

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from dpjax.data.batches import RandomWindows, draw
+from dpjax.data.batches import RandomWindows, Stream, draw
 from dpjax.errors import UserError
 
 _BITS = 32  # bits of the fractions that choose a row's source
@@ -59,34 +58,32 @@ class MixedWindows(RandomWindows):
 
   def __init__(
     self,
-    tokens: np.ndarray,
+    stream: Stream,
     batch_size: int,
     window: int,
     seed: int = 0,
     *,
     sizes: Sequence[int],
     shares: Sequence[float],
-    **options: Any,
   ):
     """Takes the concatenated stream of all sources.
 
     Args:
-      tokens: ids [N] of any integer type.
+      stream: N tokens.
       batch_size: B.
       window: T.
       seed: see `RandomWindows`.
       sizes: the number of tokens of each source; they sum to N.
       shares: the share of each source, at least 1e-9; they sum to 1.
-      **options: see `RandomWindows`.
 
     Raises:
-      UserError: a source is too short, or there are not N boundaries.
+      UserError: a source is too short.
     """
     self._begins = np.cumsum([0, *sizes[:-1]])
     self._num_windows = np.array(sizes) - window
     self._edges = np.round(np.cumsum([0, *shares]) * 2**_BITS).astype(np.int64)
     self._flipped = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint32).astype(np.int64)
-    super().__init__(tokens, batch_size, window, seed, **options)
+    super().__init__(stream, batch_size, window, seed)
 
   def sources(self, numbers: np.ndarray) -> np.ndarray:
     """The source of each row, by its number in the run, [b]."""

@@ -12,13 +12,9 @@ next to it has the tokens of each 32 MiB of text, so that a stopped process repe
 """
 
 import collections
+import contextlib
 import dataclasses
-import functools
-import hashlib
-import json
 import os
-import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,18 +22,13 @@ from typing import Any
 import numpy as np
 
 from dpjax import files
-from dpjax.data.corpus import Corpus
-from dpjax.data.encoding import Encoder, encode_text
-from dpjax.data.text import SPLITS, Mixed, Text
+from dpjax.data.encoder import Encoder, TextBoundaries, open_encoder
+from dpjax.data.text import SPLITS
 from dpjax.errors import UserError
-from dpjax.text.factory import CHARACTER_TOKENIZERS, tokenizer_from_json, train_tokenizer
 from dpjax.text.tokenizer import Tokenizer
 
 FORMAT = 1
-MAX_TRAIN_BYTES = 2**30  # of text to train a vocabulary on
 UNITS = ("tokens", "characters", "words", "bytes")
-_FITTED = "unigram.model"  # for any type of boundaries
-_INPUTS = "inputs.json"  # identifies the shards
 
 
 class _Arrays(collections.UserDict[str, Any]):
@@ -73,6 +64,23 @@ class _Arrays(collections.UserDict[str, Any]):
 
 
 @dataclasses.dataclass(frozen=True)
+class Split:
+  """A text as tokens.
+
+  Attributes:
+    tokens: ids [N] of any integer type.
+    counts: see `Tokens.counts`.
+    boundaries: None, or those of the text, 0 or 1, uint8 [N].
+    documents: None, or the first tokens of documents, int64, increasing from 0.
+  """
+
+  tokens: np.ndarray
+  counts: Mapping[str, Any]
+  boundaries: np.ndarray | None = None
+  documents: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Tokens:
   """A corpus as tokens; the arrays are checked and mapped read-only at first use.
 
@@ -97,10 +105,19 @@ class Tokens:
   counts: Mapping[str, dict]
   boundaries: Mapping[str, np.ndarray] | None = None
   fitted: bytes = b""
-  text_boundaries: Any = None
+  text_boundaries: TextBoundaries | None = None
   folder: Path = Path()
   checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
   documents: Mapping[str, np.ndarray] | None = None
+
+  def split(self, name: str, *, with_documents: bool = False) -> Split:
+    """A split; `with_documents`, with the documents that it must then have."""
+    boundaries = None if self.boundaries is None else self.boundaries[name]
+    documents = None
+    if with_documents:
+      assert self.documents is not None
+      documents = self.documents[name]
+    return Split(self.splits[name], self.counts[name], boundaries, documents)
 
   @property
   def has_tokens(self) -> bool:
@@ -126,159 +143,7 @@ class Tokens:
     """
     if self.boundaries is None or self.text_boundaries is None:
       raise UserError(f"data: expected {self.name} with boundaries of the text, got it without")
-    return _encoder(self.tokenizer, self.text_boundaries, self.fitted)(text)[1]
-
-
-def tokenize(
-  corpus: Corpus,
-  folder: str | Path,
-  tokenizer: str | Tokenizer,
-  *,
-  shared: bool = False,
-  boundaries: Any = None,
-  **settings: Any,
-) -> Tokens:
-  """Trains a tokenizer on the train split, and writes the tokens of every split, once.
-
-  Opens existing tokens of the same text and settings, and replaces others. Continues the work of a
-  stopped process. A vocabulary is trained on at most 1 GiB, spread over the train split.
-
-  Args:
-    corpus: the text. If its `about` is empty, it counts as a new text each time.
-    folder: receives the files.
-    tokenizer: its name, or the tokenizer itself.
-    shared: whether to write into a subfolder of `folder`, named after its content.
-    boundaries: None, or the `TextBoundaries` of a module such as `dpjax.layers.Unigram`. Only with
-      the tokenizers "characters" and "bytes".
-    **settings: the settings of a tokenizer to make; see `dpjax.text.train_tokenizer`.
-
-  Raises:
-    UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
-  """
-  is_name = isinstance(tokenizer, str)
-  name, loaded = (tokenizer, None) if is_name else (tokenizer.name, tokenizer)
-  restricts = settings.get("restrict_vocabulary", False)
-  if loaded is None and settings.get("file"):
-    of_file = {x: y for x, y in settings.items() if x != "restrict_vocabulary"}
-    loaded = train_tokenizer(name, (), **of_file)
-  has_boundaries = boundaries is not None
-  if has_boundaries and name not in CHARACTER_TOKENIZERS:
-    names = " or ".join(CHARACTER_TOKENIZERS)
-    raise UserError(
-      f"data.tokenizer: expected {names} with boundaries that follow from the text, got {name}"
-    )
-  ignored = ("file",) if loaded is None else ("file", "vocab_size")
-  origin: dict[str, Any] = {
-    "corpus": dict(corpus.about) or {"unknown": time.time_ns()},
-    "sizes": {split: len(text) for split, text in corpus.splits.items()},
-    "tokenizer": {"name": name, **{x: settings[x] for x in settings if x not in ignored}},
-  }
-  if loaded is not None:
-    origin["vocabulary"] = _digest(loaded.to_json())
-  if has_boundaries:
-    origin["unigram"] = boundaries.key
-  folder = Path(folder)
-  if shared:
-    folder /= (
-      f"{files.short_name(corpus.name)}_{name}_{_digest(json.dumps(origin, sort_keys=True))[:8]}"
-    )
-  inputs = {"format": FORMAT, "name": corpus.name, "unigram": has_boundaries, "origin": origin}
-  inputs = json.loads(json.dumps(inputs))
-  shards = folder.with_name(f"{folder.name}.shards")
-
-  def build(partial: Path) -> dict[str, Any]:
-    counts = {}
-    if files.read_json(shards / _INPUTS) == inputs:
-      trained, fitted = _open_encoder(shards, boundaries)
-    else:
-      shutil.rmtree(shards, ignore_errors=True)
-      to_train = tokenizer if loaded is None or restricts else loaded
-      trained, fitted = _train(corpus, to_train, boundaries, settings)
-      shards.mkdir()
-      _write_encoder(shards, trained, fitted)
-      files.write_json(shards / _INPUTS, inputs)
-    _write_encoder(partial, trained, fitted)
-    encoder = _encoder(trained, boundaries, fitted)
-    try:
-      for split, text in corpus.splits.items():
-        counts[split] = encode_text(text, encoder, partial, split, shards)
-        if missing := [unit for unit in ("tokens", "words") if not counts[split][unit]]:
-          where = f"the {split} split of {corpus.name}"
-          raise UserError(f"data.path: expected {missing[0]} in every split, got none in {where}")
-    except UserError:
-      shutil.rmtree(shards)
-      raise
-    checksums = {path.name: files.checksum(path) for path in sorted(partial.glob("*.bin"))}
-    return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
-
-  files.build_once(folder, inputs, build)
-  shutil.rmtree(shards, ignore_errors=True)
-  return open_tokens(folder, boundaries=boundaries)
-
-
-def _digest(content: str) -> str:
-  return hashlib.sha256(content.encode()).hexdigest()
-
-
-class _Sample:
-  """Parts of a text, spread evenly, up to `MAX_TRAIN_BYTES` in total."""
-
-  def __init__(self, text: Text | Mixed):
-    self._text = text
-    self.error: ValueError | None = None  # raised while reading the text; libraries wrap it
-
-  def __iter__(self) -> Iterator[str]:
-    share = min(1.0, MAX_TRAIN_BYTES / max(1, len(self._text)))
-    read = taken = 0
-    try:
-      for part in self._text:
-        read += len(part)
-        if taken < min(read * share, MAX_TRAIN_BYTES):
-          taken += len(part)
-          yield part
-    except ValueError as error:
-      self.error = error
-      raise
-
-
-def _train(
-  corpus: Corpus, tokenizer: str | Tokenizer, boundaries: Any, settings: Mapping
-) -> tuple[Tokenizer, bytes]:
-  """The tokenizer of a text, and the model fitted for its boundaries."""
-  text = corpus.splits["train"]
-  sample = _Sample(text)
-  try:
-    if isinstance(tokenizer, str):
-      takes_all = tokenizer in CHARACTER_TOKENIZERS or settings.get("file")
-      tokenizer = train_tokenizer(tokenizer, text if takes_all else sample, **settings)
-    return tokenizer, b"" if boundaries is None else boundaries.fit(sample)
-  except ValueError as error:
-    raise sample.error or error from error
-
-
-def _encoder(tokenizer: Tokenizer, boundaries: Any, fitted: bytes) -> Encoder:
-  of_text = None if boundaries is None else functools.partial(boundaries.compute, fitted=fitted)
-  return Encoder(tokenizer, of_text)
-
-
-def _write_encoder(folder: Path, tokenizer: Tokenizer, fitted: bytes) -> None:
-  if fitted:
-    (folder / _FITTED).write_bytes(fitted)
-  (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
-
-
-def _open_encoder(folder: Path, boundaries: Any) -> tuple[Tokenizer, bytes]:
-  """Reads the tokenizer and the fitted model that `_write_encoder` wrote."""
-  path = folder / "tokenizer.json"
-  try:
-    tokenizer = tokenizer_from_json(files.read_file(path).decode())
-    path = folder / _FITTED
-    fitted = files.read_file(path) if path.exists() else b""
-    if boundaries is not None:
-      _encoder(tokenizer, boundaries, fitted)("")
-  except (OSError, ValueError) as error:
-    raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
-  return tokenizer, fitted
+    return Encoder(self.tokenizer, self.text_boundaries, self.fitted)(text)[1]
 
 
 def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False) -> None:
@@ -298,11 +163,13 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "tokens": data.folder.name if is_export else path,
   }
   with files.replacing(folder) as partial:
-    _write_encoder(partial, data.tokenizer, data.fitted)
+    Encoder(data.tokenizer, fitted=data.fitted).write(partial)
     files.write_json(partial / files.RECORD, content)
 
 
-def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any = None) -> Tokens:
+def open_tokens(
+  folder: str | Path, data_dir: str | Path = "", boundaries: TextBoundaries | None = None
+) -> Tokens:
   """Opens a folder that `tokenize` or `write_reference` wrote.
 
   Args:
@@ -315,37 +182,60 @@ def open_tokens(folder: str | Path, data_dir: str | Path = "", boundaries: Any =
   """
   folder = Path(folder)
   path = folder / files.RECORD
-  try:
+  with _telling(path):
     content = files.load_json(path)
-    version, name, dtype = content["format"], str(content["name"]), np.dtype(content["dtype"])
-    counts = {split: dict(content["splits"][split]) for split in SPLITS}
-    if any(int(counts[split][unit]) < 1 for split in SPLITS for unit in UNITS):
-      raise UserError("a split without text")
-    checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
-    tokens = folder
-    if "tokens" in content:
-      tokens = Path(os.path.normpath(folder.resolve() / content["tokens"]))
-      moved = Path(data_dir, "tokens", tokens.name)
-      tokens = moved if (moved / "train.bin").exists() and not tokens.exists() else tokens
-    sizes = {split: counts[split]["tokens"] for split in SPLITS}
-    splits = _Arrays(tokens, ".bin", dtype, sizes, checksums)
-    text_boundaries = arrays = documents = None
-    if content["unigram"]:
-      text_boundaries = boundaries
-      arrays = _Arrays(tokens, ".boundaries.bin", np.uint8, sizes, checksums)
-    if all("documents" in counts[split] for split in SPLITS):
-      sizes = {split: counts[split]["documents"] for split in SPLITS}
-      documents = _Arrays(tokens, ".documents.bin", np.int64, sizes, checksums)
+    version, has_boundaries = content["format"], bool(content["unigram"])
+  if version != FORMAT:
+    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another version of dpjax")
+  encoder = open_encoder(folder, boundaries if has_boundaries else None)
+  with _telling(path):
+    return _assemble(content, _find_arrays(content, folder, data_dir), encoder)
+
+
+@contextlib.contextmanager
+def _telling(path: Path) -> Iterator[None]:
+  """Tells the errors of reading a data.json."""
+  try:
+    yield
   except OSError as error:
     raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
   except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
     raise UserError(
       f"{path}: expected the counts of tokens, got damaged JSON ({error!r})"
     ) from error
-  if version != FORMAT:
-    raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another version of dpjax")
-  tokenizer, fitted = _open_encoder(folder, text_boundaries)
+
+
+def _assemble(content: Mapping[str, Any], folder: Path, encoder: Encoder) -> Tokens:
+  """The tokens in a folder that the content of a data.json describes."""
+  counts = {split: dict(content["splits"][split]) for split in SPLITS}
+  if any(int(counts[split][unit]) < 1 for split in SPLITS for unit in UNITS):
+    raise UserError("a split without text")
+  checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
+  sizes = {split: counts[split]["tokens"] for split in SPLITS}
+  boundaries = documents = None
+  if content["unigram"]:
+    boundaries = _Arrays(folder, ".boundaries.bin", np.uint8, sizes, checksums)
+  if all("documents" in counts[split] for split in SPLITS):
+    begins = {split: counts[split]["documents"] for split in SPLITS}
+    documents = _Arrays(folder, ".documents.bin", np.int64, begins, checksums)
   return Tokens(
-    *(name, tokenizer, splits, counts, arrays, fitted, text_boundaries),
-    *(tokens, checksums, documents),
+    str(content["name"]),
+    encoder.tokenizer,
+    _Arrays(folder, ".bin", np.dtype(content["dtype"]), sizes, checksums),
+    counts,
+    boundaries=boundaries,
+    fitted=encoder.fitted,
+    text_boundaries=encoder.boundaries,
+    folder=folder,
+    checksums=checksums,
+    documents=documents,
   )
+
+
+def _find_arrays(content: Mapping[str, Any], folder: Path, data_dir: str | Path) -> Path:
+  """The folder of the arrays: this one, or the one that it refers to, which may have moved."""
+  if "tokens" not in content:
+    return folder
+  tokens = Path(os.path.normpath(folder.resolve() / content["tokens"]))
+  moved = Path(data_dir, "tokens", tokens.name)
+  return moved if (moved / "train.bin").exists() and not tokens.exists() else tokens

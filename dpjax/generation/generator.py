@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.config import registry
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id

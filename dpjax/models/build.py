@@ -12,7 +12,7 @@ from flax import linen as nn
 from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.config import registry
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries

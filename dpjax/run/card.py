@@ -6,7 +6,7 @@ It begins with the metadata by which the Hugging Face Hub finds models.
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,6 +14,9 @@ from dpjax import __version__, files
 from dpjax import config as config_lib
 from dpjax.data import mixture, remote
 from dpjax.run import numpy_model
+
+if TYPE_CHECKING:
+  from dpjax.run.run import Run
 
 _CARD = """# {name}
 
@@ -51,14 +54,14 @@ def _components(model: Any) -> set[str]:
   return (mixers | boundaries) - {"none"}
 
 
-def foreign_components(run: Any, is_built: bool) -> list[str]:
+def foreign_components(run: "Run", is_built: bool) -> list[str]:
   """What `dpjax.run.numpy_model` lacks; `is_built` if the settings describe the model."""
   if not is_built:
     return ["its class"]
   return sorted(_components(run.config.model) - {*numpy_model.FUNCTIONS})
 
 
-def write(run: Any, address: str, dtype: str, *, foreign: list[str], license: str = "") -> str:
+def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: str = "") -> str:
   """The card of a run, in Markdown.
 
   Args:
@@ -70,7 +73,9 @@ def write(run: Any, address: str, dtype: str, *, foreign: list[str], license: st
   """
   from huggingface_hub import EvalResult, ModelCardData
 
-  name, scores = address.rpartition("/")[2], [*_scores(run)]
+  assert run.data is not None
+  name = address.rpartition("/")[2]
+  scores = list(_scores(run))
   rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]
   text = _CARD.format(
     name=name,
@@ -100,8 +105,9 @@ def write(run: Any, address: str, dtype: str, *, foreign: list[str], license: st
   return f"---\n{metadata.to_yaml()}\n---\n\n{text}"
 
 
-def _scores(run: Any) -> Iterator[tuple[str, str, float]]:
+def _scores(run: "Run") -> Iterator[tuple[str, str, float]]:
   """The split, name and value of each score in a run's folder."""
+  assert run.workdir is not None
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
     content = files.read_json(path)
     split, scores = content.get("split"), content.get("scores")

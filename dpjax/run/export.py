@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,16 @@ from dpjax.run import card, numpy_model
 from dpjax.run import workdir as workdir_lib
 from dpjax.training import checkpoints
 
+if TYPE_CHECKING:
+  from dpjax.run.run import Run
+
 DTYPES = ("float32", "bfloat16")
 _FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
 _log = logging.getLogger(__name__)
 
 
 def save(
-  run: Any,
+  run: "Run",
   folder: str | Path,
   dtype: str = "",
   *,
@@ -68,48 +71,65 @@ def save(
     raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype}")
   if run.workdir is None:
     raise UserError("run: expected one that has a folder, got one without")
-  if not dtype:
-    leaves = jax.tree.leaves(run.params)
-    is_exact = all((x.astype("bfloat16").astype(x.dtype) == x).all() for x in leaves)
-    dtype = "bfloat16" if is_exact else "float32"
+  dtype = dtype or _smallest_dtype(run.params)
   if hub.is_address(folder):
-    address, (repository, _) = str(folder), hub.split_address(str(folder))
+    repository, _ = hub.split_address(str(folder))
     with tempfile.TemporaryDirectory() as scratch:
       _write(run, Path(scratch), f"{hub.PREFIX}{repository}", dtype, license)
-      hub.upload(Path(scratch), address, _FILES, private=private)
+      hub.upload(Path(scratch), str(folder), _FILES, private=private)
     return
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
   folder = Path(os.path.expanduser(folder)).resolve()
+  _remove_unfinished(folder)
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise UserError(f"folder: expected a new or an empty one, got {folder}")
+  try:
+    _save_folder(run, folder, dtype, license)
+  except (OSError, SafetensorError) as error:
+    raise not_writable("folder", folder, error) from error
+
+
+def _smallest_dtype(params: Any) -> str:
+  """The smallest dtype that keeps every bit of the parameters."""
+  leaves = jax.tree.leaves(params)
+  is_exact = all((x.astype("bfloat16").astype(x.dtype) == x).all() for x in leaves)
+  return "bfloat16" if is_exact else "float32"
+
+
+def _remove_unfinished(folder: Path) -> None:
+  """Removes what killed processes left of an export to a folder."""
   inside = folder / folder.name
-  for left in (*files.left_beside(folder), *files.left_beside(inside)):  # by killed processes
+  for left in (*files.left_beside(folder), *files.left_beside(inside)):
     shutil.rmtree(left.with_suffix(".partial"), ignore_errors=True)
   if folder.is_dir() and _is_unfinished(folder):
     for name in {Path(x).parts[0] for x in _FILES}:
       path = folder / name
-      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise UserError(f"folder: expected a new or an empty one, got {folder}")
+      if path.is_dir():
+        shutil.rmtree(path)
+      else:
+        path.unlink(missing_ok=True)
+
+
+def _save_folder(run: "Run", folder: Path, dtype: str, license: str) -> None:
+  """Writes a run into a new or empty folder."""
   # An empty folder is filled in place: it may be a working directory, or a mount.
   exists = folder.exists()
-  try:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with files.temporary(inside if exists else folder) as lock:
-      partial = Path(lock.name).with_suffix(".partial")
-      try:
-        partial.mkdir()
-        _write(run, partial, folder.name, dtype, license)
-        if not exists:
-          os.replace(partial, folder)
-        else:
-          # config.json first and the parameters last, see `_is_unfinished`.
-          order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
-          for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
-            os.replace(path, folder / path.name)
-      finally:
-        shutil.rmtree(partial, ignore_errors=True)
-  except (OSError, SafetensorError) as error:
-    raise not_writable("folder", folder, error) from error
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  with files.temporary(folder / folder.name if exists else folder) as lock:
+    partial = Path(lock.name).with_suffix(".partial")
+    try:
+      partial.mkdir()
+      _write(run, partial, folder.name, dtype, license)
+      if not exists:
+        os.replace(partial, folder)
+      else:
+        # config.json first and the parameters last, see `_is_unfinished`.
+        order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
+        for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
+          os.replace(path, folder / path.name)
+    finally:
+      shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -118,7 +138,8 @@ def _is_unfinished(folder: Path) -> bool:
   return loading.CHECKSUMS in settings and not workdir_lib.is_exported(folder)
 
 
-def _write(run: Any, folder: Path, address: str, dtype: str, license: str) -> None:
+def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> None:
+  assert run.workdir is not None and run.data is not None
   frozen = workdir_lib.read_frozen(run.config, run.workdir)
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())

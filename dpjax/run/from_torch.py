@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dpjax import config as config_lib
 from dpjax.config import sections
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.run import prepare

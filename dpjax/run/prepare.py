@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from dpjax import files
-from dpjax.config.registry import ConfigDict
+from dpjax.config import schema
+from dpjax.config.setting import ConfigDict
 from dpjax.data import remote
 from dpjax.data.corpus import load_corpus
-from dpjax.data.tokens import Tokens, open_tokens, tokenize, write_reference
+from dpjax.data.encoding import tokenize
+from dpjax.data.tokens import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
@@ -98,7 +100,7 @@ def _encode(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Token
   tokenizer: Any = _loaded_tokenizer(config, run_tokenizer)
   if data.path and Path(data.path, "train.bin").is_file():
     return _open_ready(config, tokenizer)
-  corpus = load_corpus(**{name: data[name] for name in data if name != "tokenizer"})
+  corpus = load_corpus(schema.Data(**data))
   if tokenizer is None:
     options = dict(data.tokenizer)
     tokenizer = options.pop("name")

@@ -9,13 +9,12 @@ from typing import Any, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from dpjax import config as config_lib
 from dpjax import files, ops
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.data.encoding import count_text
-from dpjax.data.tokens import Tokens
+from dpjax.data.tokens import Split, Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
@@ -26,8 +25,8 @@ from dpjax.run import export, prepare
 from dpjax.run import workdir as workdir_lib
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer
-from dpjax.training import checkpoints, evaluation, losses, metrics, sharding
-from dpjax.training import step as step_lib
+from dpjax.training import checkpoints, evaluation, losses, metrics
+from dpjax.training.trainer import abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +94,8 @@ class Run:
     boundaries = None
     if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)
-    size: Any = dict(window=window, stride=stride, progress=progress)
-    return self._scorer.score(self.params, tokens, counts, boundaries=boundaries, **size)
+    scored = Split(tokens, counts, boundaries)
+    return self.scorer.score(self.params, scored, window=window, stride=stride, progress=progress)
 
   def score_split(
     self,
@@ -128,13 +127,12 @@ class Run:
     is_first = jax.process_index() == 0
     if folder is not None and is_first:
       files.check_writable(Path(folder))  # before hours of scoring
-    scores = self._score_split(
-      self.params, split, data, isolate, window=window, stride=stride, progress=progress
-    )
+    text = data.split(split, with_documents=isolate)
+    scores = self.scorer.score(self.params, text, window=window, stride=stride, progress=progress)
     if folder is not None and is_first:
-      window, stride = self._scorer.sizes(window, stride)
+      window, stride = self.scorer.sizes(window, stride)
       name = f"scores_{split}_{self.step}"
-      if (window, stride) != self._scorer.sizes():
+      if (window, stride) != self.scorer.sizes():
         name += f"_window{window}_stride{stride}"
       if isolate != default:
         name += "_isolated" if isolate else "_joined"
@@ -260,22 +258,22 @@ class Run:
     return generator.Generator(self.config.model, self.config.sample, self.model, self.tokenizer)
 
   @cached_property
-  def _scorer(self) -> evaluation.Scorer:
+  def scorer(self) -> evaluation.Scorer:
+    """Scores texts with the model."""
     return make_scorer(self.config, self.model, self.tokenizer)
 
-  def _validate(self, params) -> dict[str, float]:
-    isolate, max_tokens = self.config.data.isolate_documents, self.config.eval.max_tokens
-    return self._score_split(params, "valid", self.data, isolate, max_tokens=max_tokens)
+  def validate(self, params: dict) -> dict[str, float]:
+    """Scores parameters on the validation split, as training does."""
+    if self.data is None:
+      raise UserError("run: expected one with a corpus, got one without")
+    text = self.data.split("valid", with_documents=self.config.data.isolate_documents)
+    return self.scorer.score(params, text, max_tokens=self.config.eval.max_tokens)
 
-  def _score_split(self, params, split: str, data: Any, isolate: bool, **options):
-    return self._scorer.score(
-      params,
-      data.splits[split],
-      data.counts[split],
-      boundaries=None if data.boundaries is None else data.boundaries[split],
-      documents=data.documents[split] if isolate else None,
-      **options,
-    )
+  def with_params(self, params: dict, step: int) -> "Run":
+    """The same run with the parameters of a step; scoring is not compiled again."""
+    run = dataclasses.replace(self, params=params, step=step)
+    vars(run)["scorer"] = self.scorer
+    return run
 
 
 def load(
@@ -312,19 +310,23 @@ def load(
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
-  # Only the parameters of a checkpoint are read.
-  abstract = step_lib.abstract_state(
-    built, optax.identity(), config.seed, sharding.make_mesh(), config.train.param_sharding
-  )
+  run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
+  params, saved_step = read_params(run, workdir, step)
+  return run.with_params(params, saved_step)
+
+
+def read_params(run: Run, workdir: Path, step: int | None = None) -> tuple[dict, int]:
+  """The parameters of a step of a run, by default the best by validation, and the step."""
+  abstract = abstract_params(run.model, run.config.train.param_sharding)
   if workdir_lib.is_exported(workdir):
-    params, saved_step = export.restore(workdir, abstract.params, step)
+    params, saved_step = export.restore(workdir, abstract, step)
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-      origin = {"tokenizer": data.tokenizer.to_json()}
-      field = "average" if config.train.ema_decay else "params"
-      saved_step, params = saved.restore_step(abstract.params, step, origin, field)
+      origin = {"tokenizer": run.tokenizer.to_json()}
+      field = "average" if run.config.train.ema_decay else "params"
+      saved_step, params = saved.restore_step(abstract, step, origin, field)
   _check_finite(params, workdir)
-  return Run(config, built, params, data.tokenizer, saved_step, data, workdir)
+  return params, saved_step
 
 
 def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:

@@ -1,5 +1,6 @@
 """Trains the model of a configuration."""
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -10,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 
 from dpjax import config as config_lib
 from dpjax.config import sections
-from dpjax.config.registry import ConfigDict
+from dpjax.config.setting import ConfigDict
 from dpjax.data import batches, mixture
 from dpjax.data.tokens import Tokens
 from dpjax.errors import UserError
@@ -22,10 +24,11 @@ from dpjax.layers import mixer
 from dpjax.models import build
 from dpjax.run import prepare
 from dpjax.run import workdir as workdir_lib
-from dpjax.run.run import Run, load, saved_frozen
+from dpjax.run.run import Run, load, read_params, saved_frozen
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, losses, sharding
 from dpjax.training import optimizer as optimizers
+from dpjax.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def train(
   model: build.CustomModel = None,
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
-  should_stop: Callable[[], bool] = lambda: False,
+  should_stop: Callable[[], bool] = loop.never,
   profile: tuple[int, int] | None = None,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
@@ -65,7 +68,8 @@ def train(
     dpjax.training.loop.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training after a checkpoint.
   """
-  settings, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
+  settings = sections.expand_paths(config)
+  workdir = Path(os.path.expanduser(workdir))
   config_lib.check(settings)
   for key, names in config_lib.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
@@ -73,36 +77,22 @@ def train(
     data = _open_data(settings, workdir)
     config = build.with_vocabulary(settings, data.tokenizer)
     frozen = _frozen_run(config, workdir, data.tokenizer)
-    frozen_model = frozen.model if frozen else saved_frozen(config, workdir)
+    frozen_model = saved_frozen(config, workdir) if frozen is None else frozen.model
     module = build.make_model(config, model, frozen_model)
     run = Run(config, module, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
-    intervals = _intervals(config.train, train_batches.steps_per_epoch)
-    spec = make_step_spec(config, module, intervals.num_steps, optimizer)
-    shapes = _check(run, spec, "train.optimizer" if optimizer is None else "optimizer")
-    workdir_lib.write_config(workdir, settings, frozen and frozen.config.model)
-    _print_start(run, data, shapes, intervals.num_steps)
-    window, stride = run._scorer.sizes()
-    validation = {"window": window, "stride": stride}
-    if config.eval.max_tokens:
-      validation["max_tokens"] = config.eval.max_tokens
-    loop.fit(
-      spec,
-      train_batches,
-      run._validate,
-      intervals,
-      workdir=workdir,
-      max_to_keep=config.train.max_to_keep,
-      patience=config.train.patience,
-      initial=_initial(run, shapes, frozen, model),
-      meta={"config": config.to_dict(), "validation": validation},
-      origin=_origin(data),
-      callbacks=callbacks,
-      should_stop=should_stop,
-      profile=profile,
+    num_steps = config_lib.steps_in(
+      config.train, "num", steps_per_epoch=train_batches.steps_per_epoch
     )
-    best = load(workdir, model=model)
-    best.__dict__["_scorer"] = run._scorer  # compiled for the same model
+    trainer = make_trainer(config, module, num_steps, optimizer)
+    trainer = dataclasses.replace(trainer, initial=_initial(run, frozen, model))
+    size = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
+    frozen_settings = None if frozen is None else frozen.config.model
+    workdir_lib.write_config(workdir, settings, frozen_settings)
+    _print_start(run, data, size, num_steps)
+    hooks = loop.Hooks(callbacks, should_stop, profile)
+    loop.fit(trainer, train_batches, run.validate, _folder(run, data, workdir), hooks)
+    best = run.with_params(*read_params(run, workdir))
     return best, best.score_split("test", progress=True, folder=workdir)
 
 
@@ -133,64 +123,66 @@ def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
 
 
-def make_batches(config: ConfigDict, data: Tokens) -> Any:
+def make_batches(config: ConfigDict, data: Tokens) -> batches.Windows:
   """The batches of `config.train`."""
-  settings: Any = config.train
-  options: dict[str, Any] = {
-    "boundaries": data.boundaries and data.boundaries["train"],
-    "pad_id": build.pad_id(config.model),
-  }
+  settings = config.train
+  documents = None
   if data.documents is not None and config.data.isolate_documents:
-    options["documents"] = evaluation.document_starts(data.documents["train"], data.tokenizer)
-  if config.data.mixture:
-    factory = mixture.MixedWindows
-    options["shares"] = [*mixture.parse(config.data.mixture).values()]
-    options["sizes"] = data.counts["train"]["sources"]
-  else:
-    factory = {
-      "sequential": batches.ContiguousRows,
-      "random_windows": batches.RandomWindows,
-      "shuffled_windows": batches.ShuffledWindows,
-    }[settings.sampling]
+    documents = evaluation.document_starts(data.documents["train"], data.tokenizer)
+  boundaries = None if data.boundaries is None else data.boundaries["train"]
+  pad_id = build.pad_id(config.model)
+  stream = batches.Stream(data.splits["train"], boundaries, documents, pad_id)
   window = settings.window or config.model.max_length
-  return factory(data.splits["train"], settings.batch_size, window, config.seed, **options)
+  if config.data.mixture:
+    shares = list(mixture.parse(config.data.mixture).values())
+    sizes = data.counts["train"]["sources"]
+    return mixture.MixedWindows(
+      stream, settings.batch_size, window, config.seed, sizes=sizes, shares=shares
+    )
+  make = {
+    "sequential": batches.ContiguousRows,
+    "random_windows": batches.RandomWindows,
+    "shuffled_windows": batches.ShuffledWindows,
+  }[settings.sampling]
+  return make(stream, settings.batch_size, window, config.seed)
 
 
-def _intervals(settings: ConfigDict, steps_per_epoch: int) -> loop.Intervals:
-  return loop.Intervals(
-    num_steps=config_lib.steps_in(settings, "num", steps_per_epoch=steps_per_epoch),
-    eval_every_steps=config_lib.steps_in(settings, "eval_every", steps_per_epoch=steps_per_epoch),
-    log_every_steps=settings.log_every_steps,
-    checkpoint_every_steps=settings.checkpoint_every_steps,
-  )
-
-
-def make_step_spec(
-  config: ConfigDict, model: Any, num_steps: int, optimizer: Any = None
-) -> loop.TrainStepSpec:
-  """The training step of `config.train`; `optimizer`, unless None, replaces its optimizer."""
-  settings, rate = config.train, None
+def make_trainer(
+  config: ConfigDict,
+  model: nn.Module,
+  num_steps: int,
+  optimizer: optax.GradientTransformation | None = None,
+) -> Trainer:
+  """The updates of `config.train`; `optimizer`, unless None, replaces its optimizer."""
+  rate = None
   if optimizer is None:
-    rate = optimizers.build_schedule(settings, num_steps)
-    optimizer = optimizers.build_optimizer(settings, num_steps)
+    rate = optimizers.build_schedule(config.train, num_steps)
+    optimizer = optimizers.build_optimizer(config.train, num_steps)
   if multipliers := config_lib.stage_multipliers(config):
     optimizer = optimizers.scale_by_stage(optimizer, multipliers)
-  return loop.TrainStepSpec(
+  return Trainer(
     model,
     optimizer,
+    config_lib.Train(**config.train),
     losses.Objective(build.build_boundaries(config.model)),
-    grad_accum_steps=settings.grad_accum_steps,
-    param_sharding=settings.param_sharding,
-    capacity=build.batch_capacity(config.model),
     seed=config.seed,
-    ema_decay=settings.ema_decay,
     learning_rate=rate,
-    matmul_dtype=settings.matmul_dtype,
+    capacity=build.batch_capacity(config.model),
   )
 
 
-def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
-  """The shapes of the parameters; a `UserError` if the run cannot train."""
+def _folder(run: Run, data: Tokens, workdir: Path) -> loop.Folder:
+  """The folder of a run, and what its checkpoints say of it."""
+  window, stride = run.scorer.sizes()
+  validation = {"window": window, "stride": stride}
+  if run.config.eval.max_tokens:
+    validation["max_tokens"] = run.config.eval.max_tokens
+  meta = {"config": run.config.to_dict(), "validation": validation}
+  return loop.Folder(workdir, meta, _origin(data))
+
+
+def _check(run: Run, trainer: Trainer, key: str) -> int:
+  """The number of parameters; a `UserError` if the run cannot train."""
   config, sample = run.config, run.config.sample
   generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
   ids = jnp.zeros((1, 1), jnp.int32)
@@ -199,15 +191,16 @@ def _check(run: Run, spec: loop.TrainStepSpec, key: str) -> Any:
     return run.model.init(jax.random.key(0), ids, deterministic=True, **inputs)["params"]
 
   shapes = jax.eval_shape(init)
-  opt_state = optimizers.check(spec.optimizer, run.model, shapes, key)
-  _check_memory((shapes, opt_state, shapes if spec.ema_decay else ()), spec.param_sharding)
+  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
+  average = shapes if trainer.settings.ema_decay else ()
+  _check_memory((shapes, opt_state, average), trainer.settings.param_sharding)
   if config.data.isolate_documents:
     try:
       mixer.check_takes_starts(run.model)
       jax.eval_shape(init, document_starts=ids + 1)
     except UserError as error:
       raise UserError(f"data.isolate_documents: expected False, got True ({error})") from error
-  return shapes
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def _check_memory(state: Any, param_sharding: str) -> None:
@@ -233,10 +226,10 @@ def _origin(data: Tokens) -> dict[str, str]:
   return origin
 
 
-def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
+def _print_start(run: Run, data: Tokens, size: int, num_steps: int) -> None:
   if jax.process_index() != 0:
     return
-  config, size = run.config, sum(leaf.size for leaf in jax.tree.leaves(shapes))
+  config = run.config
   print(
     f"{run.name}, {size:,} parameters; {data.name}, {data.counts['train']['tokens']:,} training "
     f"tokens, vocabulary of {config.model.vocab_size:,}; {num_steps:,} steps on "
@@ -252,7 +245,9 @@ def _print_start(run: Run, data: Tokens, shapes: Any, num_steps: int) -> None:
     print(unknown)
 
 
-def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], dict] | None:
+def _initial(
+  run: Run, frozen: Run | None, model: build.CustomModel
+) -> Callable[[dict], dict] | None:
   """A function that reads the initial parameters; None if they are drawn."""
   key, folder = "train.init_from", run.config.train.init_from
   if frozen is None and not folder:
@@ -264,8 +259,8 @@ def _initial(run: Run, shapes, frozen: Run | None, model) -> Callable[[dict], di
       other = _load_other(folder, key, run.tokenizer, model)
       params = other.params
       message = f"{key}: expected parameters of this model, got others in {folder}"
-      arrays, expected = optimizers.describe_arrays(params), optimizers.describe_arrays(shapes)
-      checkpoints.check_arrays(arrays, expected, message)
+      expected = optimizers.describe_arrays(drawn)
+      checkpoints.check_arrays(optimizers.describe_arrays(params), expected, message)
     return params if frozen is None else build.with_frozen(params, frozen.params)
 
   return read

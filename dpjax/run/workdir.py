@@ -25,7 +25,8 @@ from jax.experimental import multihost_utils
 
 from dpjax import config as config_lib
 from dpjax import files, hub
-from dpjax.config import ConfigDict, loading, registry, schema, sections
+from dpjax.config import loading, registry, schema, sections
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.interop import hnet
@@ -169,9 +170,12 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
     return False
   differences = config_lib.differences(loading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
-    hint = " (the schedule ends with the length: to train on, take a new workdir and "
-    hint += f"train.init_from = {workdir})"
-    hint *= all(line.startswith(schema.LENGTH_KEYS) for line in differences)
+    hint = ""
+    if all(line.partition(":")[0] in schema.LENGTHS for line in differences):
+      hint = (
+        " (the schedule ends with the length: to train on, take a new workdir and "
+        f"train.init_from = {workdir})"
+      )
     raise UserError(
       f"workdir: expected an empty folder or a run of this configuration, got {workdir}, "
       f"whose run has another: {'; '.join(differences)}{hint}"

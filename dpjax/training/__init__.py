@@ -6,9 +6,9 @@ if TYPE_CHECKING:
   from dpjax.training.checkpoints import Checkpoints as Checkpoints
   from dpjax.training.evaluation import evaluate as evaluate
   from dpjax.training.loop import Callback as Callback
-  from dpjax.training.loop import Intervals as Intervals
+  from dpjax.training.loop import Folder as Folder
+  from dpjax.training.loop import Hooks as Hooks
   from dpjax.training.loop import NonFiniteError as NonFiniteError
-  from dpjax.training.loop import TrainStepSpec as TrainStepSpec
   from dpjax.training.loop import fit as fit
   from dpjax.training.losses import Objective as Objective
   from dpjax.training.losses import cross_entropy as cross_entropy
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
   from dpjax.training.optimizer import scale_by_stage as scale_by_stage
   from dpjax.training.sharding import make_mesh as make_mesh
   from dpjax.training.sharding import put_batch as put_batch
-  from dpjax.training.step import TrainState as TrainState
-  from dpjax.training.step import init_state as init_state
-  from dpjax.training.step import jit_eval_step as jit_eval_step
-  from dpjax.training.step import jit_train_step as jit_train_step
-  from dpjax.training.step import train_step as train_step
+  from dpjax.training.trainer import Trainer as Trainer
+  from dpjax.training.trainer import TrainState as TrainState
+  from dpjax.training.trainer import jit_eval_step as jit_eval_step
 else:
   from dpjax import lazy
 

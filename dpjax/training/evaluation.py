@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +13,11 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dpjax.data import batches
+from dpjax.data.tokens import Split
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import losses, metrics, sharding
-from dpjax.training.step import jit_eval_step
+from dpjax.training.trainer import jit_eval_step
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def evaluate(
 
   `eval_step` is from `dpjax.training.jit_eval_step`; `windows` are the batches of the text, with
   every token weighted once. For `counts` see `text_scores`, for `capacity` see
-  `dpjax.training.TrainStepSpec`. `progress` shows a progress bar.
+  `dpjax.training.Trainer`. `progress` shows a progress bar.
   """
   rows = sharding.process_rows(windows.batch_size)
   pending, sums = None, {}
@@ -101,45 +101,35 @@ class Scorer:
 
   def score(
     self,
-    params,
-    tokens: np.ndarray,
-    counts: Mapping[str, Any],
+    params: Mapping,
+    text: Split,
     *,
-    boundaries: np.ndarray | None = None,
-    documents: np.ndarray | None = None,
     window: int = 0,
     stride: int = 0,
     max_tokens: int = 0,
     progress: bool = False,
   ) -> dict[str, float]:
-    """Runs `evaluate` on a text [N], first token included; omits bits if `tokens` lose text.
+    """Runs `evaluate` on a text, first token included; omits bits if its tokens lose text.
 
-    `boundaries` [N] are for models that read Unigram boundaries. `documents` are the positions
-    where documents begin, each scored independently. `max_tokens` scores that many tokens in
-    fixed random windows, and estimates the other counts from their share; 0 scores all.
+    Documents are scored independently. `max_tokens` scores that many tokens in fixed random
+    windows, and estimates the other counts from their share; 0 scores all.
     """
-    if not self.tokenizer.keeps_text(tokens):
+    counts = text.counts
+    if not self.tokenizer.keeps_text(text.tokens):
       counts = {unit: counts[unit] for unit in ("tokens", "words")}
+    window, stride = self.sizes(window, stride)
     # Rounded up to a multiple of the devices: rows without text do not count.
     num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
-    size = tokens, *self.sizes(window, stride), num_rows
-    starts = document_starts(np.zeros(1, int) if documents is None else documents, self.tokenizer)
-    if documents is None:
-      windows = batches.EvaluationWindows(
-        *size,
-        starts.start_id,
-        start_boundary=starts.start_boundary,
-        boundaries=boundaries,
-        pad_id=self.pad_id,
-        max_tokens=max_tokens,
-      )
+    begins = np.zeros(1, np.int64) if text.documents is None else text.documents
+    starts = document_starts(begins, self.tokenizer)
+    stream = batches.Stream(text.tokens, text.boundaries, starts, self.pad_id)
+    if text.documents is None:
+      windows = batches.EvaluationWindows(stream, window, stride, num_rows, max_tokens)
       if windows.share < 1:
         units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
         counts = {unit: counts[unit] * windows.share for unit in units}
     else:
-      windows = batches.EvaluationDocuments(
-        *size, starts, boundaries=boundaries, pad_id=self.pad_id
-      )
+      windows = batches.EvaluationDocuments(stream, window, stride, num_rows)
     scores = evaluate(
       self.step, params, windows, counts, self._mesh, progress=progress, capacity=self.capacity
     )

@@ -7,104 +7,84 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import linen as nn
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
+from dpjax.config.rules import steps_in
 from dpjax.errors import Interrupted, UserError
-from dpjax.training import checkpoints, losses, reporting, sharding
-from dpjax.training import step as step_lib
+from dpjax.training import checkpoints, reporting, sharding
 from dpjax.training.reporting import NonFiniteError as NonFiniteError
+from dpjax.training.trainer import Params, Trainer, TrainState
 
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
 
-# Called with each report, for example to track experiments or stop early; see `fit`.
-Callback = Callable[[int, Mapping[str, float], step_lib.TrainState], bool | None]
+# Called with each report, for example to track experiments or stop early; see `Hooks`.
+Callback = Callable[[int, Mapping[str, float], TrainState], bool | None]
+
+
+class Batches(Protocol):
+  """The batches of a run, such as `dpjax.data.ContiguousRows`."""
+
+  batch_size: int
+  steps_per_epoch: int
+
+  def batch(self, step: int, rows: slice) -> dict[str, np.ndarray]:
+    """The given rows of the batch for a step >= 0."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainStepSpec:
-  """The model, optimizer and settings of an update; see `dpjax.training.train_step`.
+class Folder:
+  """Where a run is kept, and what its checkpoints say of it.
 
   Attributes:
-    grad_accum_steps: the number of parts that a batch is split into.
-    param_sharding: "replicated" or "fsdp".
-    capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or None.
-    seed: the seed of parameters and dropout.
-    ema_decay: the decay of the parameters' moving average, which is then scored; 0 disables it.
-    matmul_dtype: the dtype of the factors of float32 products, "float32" or "bfloat16".
+    path: the run's folder, which must exist.
+    meta: values saved with each checkpoint. If its "validation", the method of scoring,
+      differs from the checkpoint's, the search for the best restarts.
+    origin: values saved with each checkpoint, which must match on resume.
   """
 
-  model: nn.Module
-  optimizer: optax.GradientTransformation
-  objective: losses.Objective = losses.Objective()
-  grad_accum_steps: int = 1
-  param_sharding: str = "replicated"
-  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = lambda batch: None
-  seed: int = 0
-  ema_decay: float = 0.0
-  learning_rate: optax.Schedule | None = None
-  matmul_dtype: str = "float32"
+  path: Path
+  meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def abstract_state(self, mesh: Mesh) -> step_lib.TrainState:
-    """The shapes, dtypes and shardings of its state."""
-    return step_lib.abstract_state(
-      self.model, self.optimizer, self.seed, mesh, self.param_sharding, self.ema_decay > 0
-    )
 
-  def jit_step(self, abstract: step_lib.TrainState, mesh: Mesh) -> Callable[..., Any]:
-    """`dpjax.training.jit_train_step` for a state like `abstract`."""
-    return step_lib.jit_train_step(
-      self.model,
-      self.optimizer,
-      jax.tree.map(lambda leaf: leaf.sharding, abstract),
-      mesh,
-      grad_accum_steps=self.grad_accum_steps,
-      objective=self.objective,
-      ema_decay=self.ema_decay,
-      learning_rate=self.learning_rate,
-      matmul_dtype=self.matmul_dtype,
-    )
+def never() -> bool:
+  """Does not stop a run."""
+  return False
 
 
 @dataclasses.dataclass(frozen=True)
-class Intervals:
-  """The number of updates in total, and between evaluations, reports and checkpoints.
+class Hooks:
+  """What watches a run.
 
-  Reports give the mean loss since the previous report. The last update is also followed by an
-  evaluation; the best and the final state are also saved.
+  Attributes:
+    callbacks: called in order with each report's step, metrics and state. Metrics are those of
+      metrics.jsonl, with the split as a prefix: "valid/nats_per_token". The state is the latest,
+      of this step or the next one; the next update donates it. If one returns True in all
+      processes, training ends: the run is scored and saved, and does not train further unless
+      resumed with more steps or without callbacks.
+    should_stop: called after every update; must return the same value in all processes.
+    profile: START and STOP, to trace updates START + 1 to STOP into the run's folder/profile.
   """
 
-  num_steps: int
-  eval_every_steps: int
-  log_every_steps: int
-  checkpoint_every_steps: int
+  callbacks: Sequence[Callback] = ()
+  should_stop: Callable[[], bool] = never
+  profile: tuple[int, int] | None = None
 
 
 def fit(
-  spec: TrainStepSpec,
-  batches: Any,
-  evaluate: Callable[[dict], Mapping[str, float]],
-  intervals: Intervals,
-  *,
-  workdir: str | Path,
-  max_to_keep: int = 2,
-  patience: int = 0,
-  initial: Callable[[dict], dict] | None = None,
-  meta: Mapping | None = None,
-  origin: Mapping[str, str] | None = None,
-  callbacks: Sequence[Callback] = (),
-  should_stop: Callable[[], bool] = lambda: False,
-  profile: tuple[int, int] | None = None,
+  trainer: Trainer,
+  batches: Batches,
+  validate: Callable[[Params], Mapping[str, float]],
+  folder: Folder,
+  hooks: Hooks = Hooks(),
 ) -> None:
-  """Trains to the last step, from the newest checkpoint in `workdir` if there is one.
+  """Trains to the last step, from the newest checkpoint in the folder if there is one.
 
   The state after step n depends only on the seed and the batches before it: a run that was
   stopped or killed ends like one that never stopped (on the same machine, bit for bit). The
@@ -112,24 +92,11 @@ def fit(
   transfers data to the device, or from an accelerator, raises an error (`jax.transfer_guard`).
 
   Args:
-    spec: the model and the settings of an update.
-    batches: has `batch_size`, `window` and `batch(step, rows)`; see `dpjax.data.ContiguousRows`.
-    evaluate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
-    intervals: when to evaluate, report, save and stop.
-    workdir: the run's folder, which must exist.
-    max_to_keep: the number of recent checkpoints to keep.
-    patience: training ends after this number of evaluations without a new best; 0 disables it.
-    initial: maps newly initialized parameters to those to start from, without a checkpoint.
-    meta: values saved with each checkpoint. If its "validation", the method of scoring,
-      differs from the checkpoint's, the search for the best restarts.
-    origin: values saved with each checkpoint, which must match on resume.
-    callbacks: called in order with each report's step, metrics and state. Metrics are those of
-      metrics.jsonl, with the split as a prefix: "valid/nats_per_token". The state is the latest,
-      of this step or the next one; the next update donates it. If one returns True in all
-      processes, training ends: the run is scored and saved, and does not train further unless
-      resumed with more steps or without callbacks.
-    should_stop: called after every update; must return the same value in all processes.
-    profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
+    trainer: makes the updates; its settings also say when to evaluate, report, save and stop.
+    batches: one for each step.
+    validate: maps parameters to validation scores, with "nats_per_token" and "perplexity".
+    folder: receives reports and checkpoints.
+    hooks: watch the run.
 
   Raises:
     NonFiniteError: a loss is not finite. The last checkpoint precedes it.
@@ -138,48 +105,26 @@ def fit(
       the run, or see `Checkpoints.restore`.
     OSError: a file cannot be read or written.
   """
-  sharding.check_rows(batches.batch_size, spec.grad_accum_steps)
-  num_steps = intervals.num_steps
+  sharding.check_rows(batches.batch_size, trainer.settings.grad_accum_steps)
   with contextlib.ExitStack() as stack:
-    find_signal = stack.enter_context(_stop_signal(num_steps))
-    saved = checkpoints.Checkpoints(Path(workdir, "checkpoints"), max_to_keep)
-    stack.enter_context(saved)
-    loop = _Loop(spec, batches, intervals, saved, callbacks, patience, meta or {}, origin or {})
-    start = loop.restore(initial, workdir)
+    loop = _Loop(trainer, batches, validate, folder, hooks)
+    find_signal = stack.enter_context(_stop_signal(loop.num_steps))
+    stack.enter_context(loop.saved)
+    start = loop.restore()
     stack.enter_context(loop.reporter)
-    trace_start, trace_stop = profile or (None, None)
-    if profile and not start <= profile[0] < profile[1] <= num_steps:
-      raise UserError(
-        f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the "
-        f"updates that remain, got {trace_start}:{trace_stop}"
-      )
-    trace = stack.enter_context(contextlib.ExitStack())
-    if start:
-      loop.reporter.print(f"Resuming from the checkpoint of step {start}.")
-    for step in range(num_steps if loop.has_ended else start, num_steps):
-      done = step + 1
-      if step == trace_start:
-        trace.enter_context(_trace(Path(workdir, "profile"), loop.reporter))
+    trace = stack.enter_context(_Trace(hooks.profile, folder.path, loop.reporter))
+    trace.check(start, loop.num_steps)
+    for step in range(loop.num_steps if loop.has_ended else start, loop.num_steps):
+      trace.begin(step)
       loop.train_one(step)
-      if done == trace_stop:
-        jax.block_until_ready(loop.state)
-        trace.close()
-      number = find_signal(done)
-      stops = number is not None or should_stop()
-      saves = stops or done % intervals.checkpoint_every_steps == 0
-      evaluates = done == num_steps or done % intervals.eval_every_steps == 0
-      if saves or evaluates:
-        loop.reader.read()
-      loop.call_back()
-      # Known before the evaluation, so that a run that ends has been validated.
-      is_best = (evaluates or loop.is_enough) and loop.validate(done, evaluate)
-      ends = done == num_steps or loop.is_enough
-      if is_best or ends or saves:
-        loop.save()
+      trace.end(step + 1, loop.state)
+      number = find_signal(step + 1)
+      is_stopped = number is not None or hooks.should_stop()
+      ends = loop.after_update(step + 1, is_stopped)
       if ends and number is None:
         break
-      if stops:
-        raise Interrupted(done, num_steps, number)
+      if is_stopped:
+        raise Interrupted(step + 1, loop.num_steps, number)
 
 
 class _Loop:
@@ -187,130 +132,177 @@ class _Loop:
 
   def __init__(
     self,
-    spec: TrainStepSpec,
-    batches: Any,
-    intervals: Intervals,
-    saved: checkpoints.Checkpoints,
-    callbacks: Sequence[Callback],
-    patience: int,
-    meta: Mapping,
-    origin: Mapping[str, str],
+    trainer: Trainer,
+    batches: Batches,
+    validate: Callable[[Params], Mapping[str, float]],
+    folder: Folder,
+    hooks: Hooks,
   ):
-    self.spec, self.batches, self.intervals = spec, batches, intervals
-    self.saved, self.callbacks, self.patience = saved, callbacks, patience
-    self.meta, self.origin = meta, origin
+    self.trainer = trainer
+    self.settings = trainer.settings
+    self.batches = batches
+    self.validate = validate
+    self.folder = folder
+    self.callbacks = hooks.callbacks
+    durations = vars(trainer.settings)
+    epoch = batches.steps_per_epoch
+    self.num_steps = steps_in(durations, "num", steps_per_epoch=epoch)
+    self.eval_every_steps = steps_in(durations, "eval_every", steps_per_epoch=epoch)
+    self.saved = checkpoints.Checkpoints(folder.path / "checkpoints", trainer.settings.max_to_keep)
     self.mesh = sharding.make_mesh()
     self.rows = sharding.process_rows(batches.batch_size)
-    self.abstract = spec.abstract_state(self.mesh)
-    self.train_step = spec.jit_step(self.abstract, self.mesh)
+    self.abstract = trainer.abstract_state(self.mesh)
+    self.train_step = trainer.jit_step(self.abstract)
     self.compiled: set[int | None] = set()  # the capacities
     self.best: dict[str, Any] = {"step": 0, BEST_BY: math.inf, "since": 0}
-    self.has_ended = False
-    self.is_enough = False  # A callback or the patience ends the training before its last step.
+    self.has_ended = False  # An earlier process ended the training before its last step.
+    self.is_enough = False  # A callback or the patience ends it.
 
-  def restore(self, initial: Callable[[dict], dict] | None, workdir: str | Path) -> int:
+  def restore(self) -> int:
     """Restores the newest checkpoint or the initial state, and opens the reports at its step."""
-    restored, tokens_seen = self.saved.restore(self.abstract, self.origin), 0
+    restored = self.saved.restore(self.abstract, self.folder.origin)
+    tokens_seen = 0
     if restored is None:
-      self.state = _initial_state(self.spec, self.abstract, initial)
+      self.state = self.trainer.init_on_devices(self.abstract)
     else:
-      self.state, saved_meta = restored
-      tokens_seen = saved_meta["tokens_seen"]
-      if saved_meta.get("validation") == self.meta.get("validation"):
-        self.best = saved_meta["best"]
-      has_ended = saved_meta.get("ended") == self.intervals.num_steps
+      self.state, meta = restored
+      tokens_seen = meta["tokens_seen"]
+      if meta.get("validation") == self.folder.meta.get("validation"):
+        self.best = meta["best"]
+      has_ended = meta.get("ended") == self.num_steps
       self.has_ended = has_ended and (bool(self.callbacks) or self.is_exhausted())
     start = int(self.state.step)
-    self.reporter = reporting.Reporter(workdir, start, self.intervals.num_steps)
-    every = self.intervals.log_every_steps
-    self.reader = reporting.MetricsReader(self.reporter, every, tokens_seen)
+    self.reporter = reporting.Reporter(self.folder.path, start, self.num_steps)
+    self.reader = reporting.MetricsReader(self.reporter, self.settings.log_every_steps, tokens_seen)
+    if start:
+      self.reporter.print(f"Resuming from the checkpoint of step {start}.")
     return start
 
   def train_one(self, step: int) -> None:
     """Runs an update, and meanwhile reads the metrics of the previous one."""
     self.reader.start()
     batch = self.batches.batch(step, self.rows)
-    capacity = self.spec.capacity(batch)
+    capacity = self.trainer.capacity(batch)
     compiles = capacity not in self.compiled
     if compiles:
       self.reader.read()  # Otherwise the previous step's time would include compilation.
       self.compiled.add(capacity)
     # Placing a batch over several processes counts as an implicit transfer: outside of the guard.
-    batch = sharding.put_batch(batch, self.mesh)
+    placed = sharding.put_batch(batch, self.mesh)
     with jax.transfer_guard("disallow"):
-      self.state, metrics = self.train_step(self.state, batch, capacity=capacity)
+      self.state, metrics = self.train_step(self.state, placed, capacity=capacity)
       self.reader.read((step + 1, metrics, not compiles))
+
+  def after_update(self, done: int, is_stopped: bool) -> bool:
+    """Reports, evaluates and saves as is due after an update; returns whether it was the last."""
+    is_last = done == self.num_steps
+    saves = is_stopped or done % self.settings.checkpoint_every_steps == 0
+    evaluates = is_last or done % self.eval_every_steps == 0
+    if saves or evaluates:
+      self.reader.read()
+    self.call_back()
+    # Known before the evaluation, so that a run that ends has been validated.
+    is_best = False
+    if evaluates or self.is_enough:
+      is_best = self.evaluate(done)
+    ends = is_last or self.is_enough
+    if is_best or ends or saves:
+      self.save()
+    return ends
 
   def call_back(self) -> None:
     """Calls the callbacks with the new reports."""
     for done, scores in self.reporter.new_reports():
       for callback in self.callbacks:
-        self.is_enough |= bool(callback(done, scores, self.state))
+        if callback(done, scores, self.state):
+          self.is_enough = True
 
   def is_exhausted(self) -> bool:
     """Whether `patience` evaluations have passed without a new best."""
-    return 0 < self.patience <= self.best["since"]
+    return 0 < self.settings.patience <= self.best["since"]
 
-  def validate(self, done: int, evaluate: Callable[[dict], Mapping[str, float]]) -> bool:
+  def evaluate(self, done: int) -> bool:
     """Scores the validation split; returns whether the score is the best so far."""
     self.reader.read()
-    scores = evaluate(self.state.scored)
+    scores = self.validate(self.state.scored)
     self.reporter.report(done, "valid", scores)
     is_best = scores[BEST_BY] < self.best[BEST_BY]
     if is_best:
       self.best = {"step": done, BEST_BY: scores[BEST_BY], "since": 0}
     else:
       self.best = {**self.best, "since": self.best["since"] + 1}
-    bits = scores.get("bits_per_character")
-    self.reporter.print(
-      f"step {done}: nats per token {self.reader.mean:.4f} in training, "
-      f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
-      f"{f', bits per character {bits:.4f}' if bits is not None else ''}"
-      f"{' (best so far)' if is_best else ''}"
-    )
-    ends = done == self.intervals.num_steps or self.is_enough
+    self.reporter.print(_validation_line(done, self.reader.mean, scores, is_best))
+    is_over = done == self.num_steps or self.is_enough
     self.call_back()
-    if self.is_exhausted() and not ends:
+    if self.is_exhausted() and not is_over:
       self.is_enough = True
       self.reporter.print(
         f"No evaluation since step {self.best['step']} was better (train.patience = "
-        f"{self.patience}): the training ends at step {done}."
+        f"{self.settings.patience}): the training ends at step {done}."
       )
     return is_best
 
   def save(self) -> None:
     """Saves the state, and whatever else a resumed run needs."""
-    meta = {**self.meta, "best": self.best, "tokens_seen": self.reader.tokens_seen}
+    meta = {**self.folder.meta, "best": self.best, "tokens_seen": self.reader.tokens_seen}
     if self.is_enough:
-      meta["ended"] = self.intervals.num_steps
+      meta["ended"] = self.num_steps
     self.reporter.check_there()  # Orbax would recreate the folder.
-    self.saved.save(self.state, meta, origin=self.origin)
+    self.saved.save(self.state, meta, origin=self.folder.origin)
 
 
-@contextlib.contextmanager
-def _trace(folder: Path, reporter: reporting.Reporter) -> Iterator[None]:
-  """Traces the block into a folder, and reports how to open the trace."""
-  try:
-    with jax.profiler.trace(folder):
-      yield
-  finally:
-    reporter.print(
-      f"A trace is in {folder}: open it with xprof --logdir={folder}, or its "
-      "trace.json.gz at https://ui.perfetto.dev."
-    )
+def _validation_line(
+  done: int, train_mean: float, scores: Mapping[str, float], is_best: bool
+) -> str:
+  line = (
+    f"step {done}: nats per token {train_mean:.4f} in training, "
+    f"{scores[BEST_BY]:.4f} in validation; perplexity {scores['perplexity']:.2f}"
+  )
+  if "bits_per_character" in scores:
+    line += f", bits per character {scores['bits_per_character']:.4f}"
+  if is_best:
+    line += " (best so far)"
+  return line
 
 
-def _initial_state(
-  spec: TrainStepSpec, abstract: step_lib.TrainState, initial: Callable[[dict], dict] | None
-) -> step_lib.TrainState:
-  """The newly initialized state, with `initial` applied to its parameters."""
-  state = step_lib.jit_init(spec.model, spec.optimizer, spec.seed, abstract)
-  if initial is None:
-    return state
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-  params = jax.device_put(initial(state.params), shardings)
-  average = None if abstract.average is None else jax.tree.map(jnp.copy, params)
-  return state.replace(params=params, average=average)
+class _Trace(contextlib.AbstractContextManager):
+  """Traces the updates START + 1 to STOP into a folder, and reports how to open the trace."""
+
+  def __init__(self, updates: tuple[int, int] | None, workdir: Path, reporter: reporting.Reporter):
+    self._updates = updates
+    self._folder = workdir / "profile"
+    self._reporter = reporter
+    self._open = contextlib.ExitStack()
+
+  def __exit__(self, *_) -> None:
+    self._open.close()
+
+  def check(self, start: int, num_steps: int) -> None:
+    """Raises a `UserError` unless the updates are among those that remain."""
+    if self._updates is None:
+      return
+    first, last = self._updates
+    if not start <= first < last <= num_steps:
+      raise UserError(
+        f"profile: expected START:STOP with {start} <= START < STOP <= {num_steps}, the "
+        f"updates that remain, got {first}:{last}"
+      )
+
+  def begin(self, step: int) -> None:
+    """Begins the trace if it begins with this update."""
+    if self._updates is not None and step == self._updates[0]:
+      self._open.callback(
+        self._reporter.print,
+        f"A trace is in {self._folder}: open it with xprof --logdir={self._folder}, or its "
+        "trace.json.gz at https://ui.perfetto.dev.",
+      )
+      self._open.enter_context(jax.profiler.trace(self._folder))
+
+  def end(self, done: int, state: TrainState) -> None:
+    """Ends the trace if it ends with this update."""
+    if self._updates is not None and done == self._updates[1]:
+      jax.block_until_ready(state)
+      self._open.close()
 
 
 @contextlib.contextmanager
@@ -326,7 +318,9 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
   if threading.current_thread() is not threading.main_thread():
     yield lambda step: None
     return
-  received, before, step = [], {}, num_steps
+  received: list[int] = []
+  before: dict[int, Any] = {}
+  step = num_steps
 
   def note(number, frame):
     received.append(number)
@@ -337,7 +331,8 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
     step = now
     return received[0] if received else None
 
-  before |= {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+  for number in (signal.SIGTERM, signal.SIGINT):
+    before[number] = signal.signal(number, note)
   try:
     yield find
   finally:

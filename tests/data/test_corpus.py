@@ -13,7 +13,7 @@ import pytest
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import readers
 from dpjax.data import text as text_lib
-from dpjax.data.corpus import load_corpus, register_corpus
+from dpjax.data.corpus import register_corpus
 from dpjax.data.remote import Source
 from dpjax.data.text import SPLITS, Text
 from dpjax.errors import UserError
@@ -81,14 +81,14 @@ def test_load_corpus_of_records(tmp_path, suffix):
   write("texts", ["", *TEXTS, None], "body")
   settings = dict(data_dir=tmp_path / "data", isolate_documents=True)
   settings |= dict(split_fractions=(0.5, 0.2, 0.3), path=tmp_path / f"texts{suffix}")
-  corpus = load_corpus(text_field="body", **settings)
+  corpus = helpers.load_corpus(text_field="body", **settings)
   splits = all_documents(corpus)
   assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
   with pytest.raises(UserError, match=f"texts{suffix}: expected a .* string.* text|'text'"):
-    load_corpus(**settings)
+    helpers.load_corpus(**settings)
   for i, stem in enumerate(("train", "validation", "test")):
     write(stem, TEXTS[i::3])
-  corpus = load_corpus(path=tmp_path, data_dir=tmp_path / "data")
+  corpus = helpers.load_corpus(path=tmp_path, data_dir=tmp_path / "data")
   assert all_documents(corpus) == {split: WHOLE[i::3] for i, split in enumerate(SPLITS)}
 
 
@@ -104,17 +104,17 @@ def test_several_files_by_a_pattern(tmp_path):
   kwargs = dict(data_dir=tmp_path / "data", split_fractions=(0.5, 0.2, 0.3))
   for pattern in ("*.jsonl.zst", "*.parquet"):
     for _ in range(2):  # The second time, the text is there.
-      corpus = load_corpus(path=folder / pattern, text_field="body", **kwargs)
+      corpus = helpers.load_corpus(path=folder / pattern, text_field="body", **kwargs)
       assert in_order(all_documents(corpus)) == WHOLE and corpus.name == "shards"
-  corpus = load_corpus(path=tmp_path / "**" / "[0-9].txt.zst", **kwargs)
+  corpus = helpers.load_corpus(path=tmp_path / "**" / "[0-9].txt.zst", **kwargs)
   assert "".join(joined(corpus).values()) == "".join(WHOLE)
   (folder / "1.jsonl.zst").write_bytes(zst(as_json(TEXTS[:1], "body")))
-  corpus = load_corpus(path=folder / "*.jsonl.zst", text_field="body", **kwargs)
+  corpus = helpers.load_corpus(path=folder / "*.jsonl.zst", text_field="body", **kwargs)
   assert in_order(all_documents(corpus)) == WHOLE[:4] + WHOLE[:1] + WHOLE[8:]
   with pytest.raises(UserError, match="^data.path: expected files that match a pattern, got none"):
-    load_corpus(path=folder / "*.csv", **kwargs)
+    helpers.load_corpus(path=folder / "*.csv", **kwargs)
   with pytest.raises(UserError, match=r"^data.path: expected files of one type, got .jsonl, .parq"):
-    load_corpus(path=folder / "[0-9].*", **kwargs)
+    helpers.load_corpus(path=folder / "[0-9].*", **kwargs)
 
 
 @pytest.mark.parametrize("damage", [lambda x: x[:-9], lambda x: x[:30] + b"\xff" * 9 + x[39:]])
@@ -123,7 +123,7 @@ def test_a_damaged_text_is_named(tmp_path, damage, suffix, pack):
   path = tmp_path / f"a.txt.{suffix}"
   path.write_bytes(damage(pack("".join(WHOLE).encode() * 9)))
   with pytest.raises(UserError, match=f"a.txt.{suffix}: expected a text in UTF-8, got "):
-    load_corpus(path=path, data_dir=tmp_path / "data")
+    helpers.load_corpus(path=path, data_dir=tmp_path / "data")
   assert not [*tmp_path.glob("data/texts/*/data.json")]
 
 
@@ -135,23 +135,23 @@ def test_a_folder_of_files(tmp_path):
     (location / f"{i:02}.txt.gz").write_bytes(gzip.compress(MARK + text.encode()))
   (folder / "a" / "03x.txt").write_bytes(b"")  # empty: no document
   (folder / "README.md").write_bytes(b"no text")
-  corpus = load_corpus(path=folder, isolate_documents=True, split_fractions=(0.6, 0.2, 0.2))
+  corpus = helpers.load_corpus(path=folder, isolate_documents=True, split_fractions=(0.6, 0.2, 0.2))
   splits = all_documents(corpus)
   assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "mine"
   for split in SPLITS:
     (folder / split).mkdir()
     (folder / split / "x.txt").write_bytes(split.encode())
-  assert all_documents(load_corpus(path=folder)) == {x: [f"{x}\n"] for x in SPLITS}
+  assert all_documents(helpers.load_corpus(path=folder)) == {x: [f"{x}\n"] for x in SPLITS}
   (folder / "valid" / "x.txt").unlink()
   with pytest.raises(UserError, match="^data.path: expected .txt files, each a document.*valid$"):
-    load_corpus(path=folder)
+    helpers.load_corpus(path=folder)
 
 
 def test_files_are_divided_by_size(tmp_path):
   sizes = [7, 300, 2, 40, 40, 11, 90, 3, 30, 77]
   for i, size in enumerate(sizes):
     (tmp_path / f"{i}.txt").write_text("a" * (size - 1) + "\n")
-  splits = all_documents(load_corpus(path=tmp_path, split_fractions=(0.6, 0.2, 0.2)))
+  splits = all_documents(helpers.load_corpus(path=tmp_path, split_fractions=(0.6, 0.2, 0.2)))
   ends = np.cumsum(sizes)
   expected = np.searchsorted(ends, ends[-1] * np.array([0.6, 0.8]), "right")  # that fit
   assert np.cumsum([len(splits["train"]), len(splits["valid"])]).tolist() == expected.tolist()
@@ -165,12 +165,12 @@ def test_a_line_between(tmp_path, separator):
   for stem in ("books", *SPLITS):
     (folder / f"{stem}.txt.xz").write_bytes(lzma.compress(MARK + content.encode()))
   settings = dict(separator=separator, data_dir=tmp_path / "data")
-  corpus = load_corpus(path=folder, isolate_documents=True, **settings)
+  corpus = helpers.load_corpus(path=folder, isolate_documents=True, **settings)
   expected = [f"{text}{separator}\n" for text in WHOLE[:-1]] + WHOLE[-1:]
   assert all_documents(corpus) == dict.fromkeys(SPLITS, expected)
   # One file is cut where it is cut when joined; a document on the cut becomes two.
   settings |= dict(path=folder / "books.txt.xz", split_fractions=(0.5, 0.2, 0.3))
-  joined, isolated = (load_corpus(isolate_documents=x, **settings) for x in (False, True))
+  joined, isolated = (helpers.load_corpus(isolate_documents=x, **settings) for x in (False, True))
   for split in SPLITS:
     assert "".join(joined.splits[split]) == "".join(isolated.splits[split])
   assert "".join(in_order(all_documents(isolated))) == content
@@ -187,7 +187,7 @@ def test_a_folder_of_splits(tmp_path):
   texts = {"train": "a\r\nb \u00e9\n", "valid": "c\n\n", "test": " d"}
   for split, text in texts.items():
     (tmp_path / f"{split}.txt").write_bytes(text.encode())
-  corpus = load_corpus("ignored", tmp_path)
+  corpus = helpers.load_corpus("ignored", tmp_path)
   assert joined(corpus) == texts and corpus.name == tmp_path.name
   assert not (tmp_path / "data").exists()
   assert [len(text) for text in corpus.splits.values()] == [8, 3, 2]
@@ -196,7 +196,7 @@ def test_a_folder_of_splits(tmp_path):
 def test_a_file_is_cut_at_line_ends_in_order(tmp_path):
   full = "".join(f"line {i} \u00e9\r\n" for i in range(101))
   (tmp_path / "lines.txt").write_bytes(full.encode())
-  splits = joined(load_corpus(path=tmp_path / "lines.txt", split_fractions=(0.7, 0.2, 0.1)))
+  splits = joined(helpers.load_corpus(path=tmp_path / "lines.txt", split_fractions=(0.7, 0.2, 0.1)))
   assert "".join(splits.values()) == full
   assert all(text.endswith("\n") for text in splits.values())
   sizes = [len(text) / len(full) for text in splits.values()]
@@ -206,7 +206,7 @@ def test_a_file_is_cut_at_line_ends_in_order(tmp_path):
 @pytest.mark.parametrize("text", ["word " * 205, "\N{GRINNING FACE}" * 53])
 def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
   (tmp_path / "text").write_bytes(text.encode())
-  splits = joined(load_corpus(path=tmp_path / "text"))
+  splits = joined(helpers.load_corpus(path=tmp_path / "text"))
   assert "".join(splits.values()) == text and all(splits.values())
   if len(text) == 1025:  # Valid and test are rounded down, train takes the rest.
     assert [len(part) for part in splits.values()] == [923, 51, 51]
@@ -233,7 +233,7 @@ def test_chunks_of_documents_stay_small(tmp_path, monkeypatch):
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", 101)
   texts = [f"document {i} {'x' * (400 * (i == 700))}\n" for i in range(1_000)]
   (tmp_path / "a.jsonl").write_bytes(as_json(texts))
-  text = load_corpus(path=tmp_path / "a.jsonl").splits["train"]
+  text = helpers.load_corpus(path=tmp_path / "a.jsonl").splits["train"]
   assert documents(text) == texts[: len(documents(text))]
   assert max(sum(len(part) for part, _ in chunk) for chunk in text.chunks()) <= 101
 
@@ -244,7 +244,7 @@ def test_compressed_texts_and_marks_are_read_as_plain_ones(tmp_path):
   long = tmp_path / f"{'n' * 245}.txt.gz"
   long.write_bytes(gzip.compress(content))
   for path in (tmp_path / "text.txt", long):
-    text = "".join(joined(load_corpus(path=path)).values())
+    text = "".join(joined(helpers.load_corpus(path=path)).values())
     assert readers.read_text(path) == text == content[3:].decode()
   helpers.make_pipe(tmp_path / "pipe")
   with pytest.raises(UserError, match="^text: expected .*no regular file"):
@@ -254,7 +254,7 @@ def test_compressed_texts_and_marks_are_read_as_plain_ones(tmp_path):
 def test_a_folder_with_data_dir_in_it_is_the_same_text_again(tmp_path):
   for i in range(5):
     (tmp_path / f"{i}.txt").write_text(f"text {i}\n")
-  first, again = (load_corpus(path=tmp_path, data_dir=tmp_path / "data") for _ in range(2))
+  first, again = (helpers.load_corpus(path=tmp_path, data_dir=tmp_path / "data") for _ in range(2))
   assert first == again and joined(first)["train"] == "text 0\ntext 1\ntext 2\n"
 
 
@@ -299,7 +299,7 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
   if change:
     change(folder)
   with pytest.raises(UserError, match=message) as error:
-    load_corpus(**{"isolate_documents": True, **settings})
+    helpers.load_corpus(**{"isolate_documents": True, **settings})
   assert "\n" not in str(error.value)
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
   monkeypatch.setattr("pathlib.Path.open", refuse)
   for path in (tmp_path / "train.txt", tmp_path):
     with pytest.raises(UserError, match="^data.path: .*train.txt .Permission denied"):
-      load_corpus(path=path)
+      helpers.load_corpus(path=path)
 
 
 @pytest.mark.parametrize(
@@ -322,18 +322,18 @@ def test_a_line_that_is_no_document(tmp_path, line):
   path = tmp_path / "texts.jsonl"
   path.write_bytes(as_json(["a", "b"]) + b"\n" + line.encode() + b"\n" + as_json(["c"] * 9))
   with pytest.raises(UserError, match="texts.jsonl: .*string 'text' .data.text_field.*line 4 "):
-    load_corpus(path=path)
+    helpers.load_corpus(path=path)
 
 
 def test_the_python_manual(monkeypatch, tmp_path):
   pytest.importorskip("pydoc_data.topics")
-  splits = joined(load_corpus("python_manual"))
+  splits = joined(helpers.load_corpus("python_manual"))
   text = "".join(splits.values())
   assert 'The "assert" statement' in text and len(text) > 4 * 10**5
   assert len(splits["train"]) / len(text) == pytest.approx(0.9, abs=0.01)
   monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
   with pytest.raises(UserError, match="libpython3-stdlib.*data.path"):
-    load_corpus("python_manual", data_dir=tmp_path / "new")
+    helpers.load_corpus("python_manual", data_dir=tmp_path / "new")
 
 
 @pytest.fixture
@@ -354,7 +354,10 @@ def test_a_corpus_of_the_users(register, capsys):
   register("mine", read)
   expected = {"train": "text train\n", "valid": "text train\n", "test": "text test\n"}
   for _ in range(2):  # The second time, the text is there.
-    assert joined(load_corpus("mine", split_fractions=(0.5, 0.4, 0.1), manual_dir="x")) == expected
+    assert (
+      joined(helpers.load_corpus("mine", split_fractions=(0.5, 0.4, 0.1), manual_dir="x"))
+      == expected
+    )
   assert capsys.readouterr().out == "preparing mine in data/texts\n"
   for name in ("mine", "python_manual", "a/b", "tfds:x"):
     with pytest.raises(UserError, match="name: expected a new one"):
@@ -368,7 +371,7 @@ def test_a_corpus_of_the_users(register, capsys):
 def test_missing_splits_are_cut_from_the_end_of_train(register, which, yields_documents):
   texts = [f"line {i} \u00e4\n" for i in range(100)]
   register("x", lambda _: ((x, t) for x in which for t in texts), yields_documents=yields_documents)
-  corpus = load_corpus("x", isolate_documents=yields_documents)
+  corpus = helpers.load_corpus("x", isolate_documents=yields_documents)
   splits = joined(corpus)
   assert list(splits) == list(SPLITS) and all(splits.values())
   assert "".join(text for x, text in splits.items() if x not in which[1:]) == "".join(texts)
@@ -384,13 +387,13 @@ def test_splits_by_hand_come_first(register, tmp_path):
   for i, split in enumerate(SPLITS):
     if i:
       with pytest.raises(UserError, match=f"data.manual_dir: .* without .*{split}.txt"):
-        load_corpus("mine")
+        helpers.load_corpus("mine")
     (folder / f"{split}.txt.xz").write_bytes(lzma.compress(f"{split} \u00e4\n".encode()))
-  assert joined(load_corpus("mine")) == {split: f"{split} \u00e4\n" for split in SPLITS}
+  assert joined(helpers.load_corpus("mine")) == {split: f"{split} \u00e4\n" for split in SPLITS}
 
 
 def test_an_old_installation_has_no_plugin(monkeypatch):
   monkeypatch.setattr(corpus_lib, "load_plugins", lambda: None)
   monkeypatch.setattr(corpus_lib, "SOURCES", {"python_manual": 1})
   with pytest.raises(UserError, match="got text8 .in a clone, `pip install -e .` adds"):
-    load_corpus("text8")
+    helpers.load_corpus("text8")

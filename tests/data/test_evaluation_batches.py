@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data.batches import DocumentStarts, EvaluationDocuments, EvaluationWindows
+from dpjax.data.batches import DocumentStarts, EvaluationDocuments, EvaluationWindows, Stream
 from tests import helpers
 
 GOLDEN = helpers.ROOT / "tests/golden/I_eval_windows.json"
@@ -17,8 +17,8 @@ def test_windows_are_the_authors(golden):
   window, stride = golden["tgt_len"] + golden["ext_len"], golden["tgt_len"]
   closes = (stream % 3 == 0).astype(np.uint8)
   # Their stream's first token is no target; here it is what stands before the stream.
-  start, options = int(stream[0]), dict(boundaries=closes[1:], start_boundary=int(closes[0]))
-  batches = EvaluationWindows(stream[1:], window, stride, 3, start, **options)
+  start = DocumentStarts.of_one(int(stream[0]), int(closes[0]))
+  batches = EvaluationWindows(Stream(stream[1:], closes[1:], start), window, stride, 3)
   assert len(batches) == -(-len(golden["windows"]) // 3)
   each = [batches.batch(index) for index in range(len(batches))]
   windows = [{name: x[name][b] for name in x} for x in each for b in range(3)]
@@ -37,7 +37,7 @@ def test_windows_are_the_authors(golden):
 def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens():
   tokens, boundaries = np.arange(3, 74), np.arange(71) % 2
   whole, part, again, *others = (
-    EvaluationWindows(tokens, 5, 3, 6, 2, boundaries=boundaries, max_tokens=most)
+    EvaluationWindows(Stream(tokens, boundaries, DocumentStarts.of_one(2)), 5, 3, 6, most)
     for most in (0, 20, 20, 70, 71, 99)
   )
   assert len(part) == 2 and whole.share == 1
@@ -71,8 +71,9 @@ def alone(window, stride):
   """The windows of each document by itself, as (tokens, targets, weights, boundaries)."""
   result = []
   for begin, end in zip(BEGINS, [*BEGINS[1:], LENGTH], strict=True):
-    options = dict(boundaries=BOUNDARIES[begin:end], start_boundary=1)
-    windows = EvaluationWindows(STREAM[begin:end], window, stride, 1, START, **options)
+    start = DocumentStarts.of_one(START, 1)
+    stream = Stream(STREAM[begin:end], BOUNDARIES[begin:end], start)
+    windows = EvaluationWindows(stream, window, stride, 1)
     for index in range(len(windows)):
       batch = {name: rows[0] for name, rows in windows.batch(index).items()}
       real = batch["targets"] > 0
@@ -85,8 +86,8 @@ def alone(window, stride):
   "window, stride, batch_size", [(11, 4, 2), (5, 5, 7), (1, 1, 2), (97, 31, 7)]
 )
 def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_size):
-  starts, options = DocumentStarts(BEGINS, START, 1), dict(boundaries=BOUNDARIES, pad_id=PAD)
-  batches = EvaluationDocuments(STREAM, window, stride, batch_size, starts, **options)
+  stream = Stream(STREAM, BOUNDARIES, DocumentStarts(BEGINS, START, 1), PAD)
+  batches = EvaluationDocuments(stream, window, stride, batch_size)
   expected, result, free = alone(window, stride), [], 0
   for index in range(len(batches)):
     batch = batches.batch(index)

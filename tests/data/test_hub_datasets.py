@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import choose_files, parse_hub
 from dpjax.errors import UserError
 from tests import helpers
@@ -25,7 +24,7 @@ def load(tmp_path):
   """The documents of each split."""
 
   def load(name, **settings):
-    corpus = load_corpus(name, data_dir=tmp_path / "data", **settings)
+    corpus = helpers.load_corpus(name, data_dir=tmp_path / "data", **settings)
     assert corpus.name.startswith("hf_me_tales")
     assert all(text.has_documents for text in corpus.splits.values())
     return {split: [*text] for split, text in corpus.splits.items()}
@@ -141,6 +140,6 @@ def test_refusals(site, tmp_path, name, message):
   site.publish("datasets/me/tales", files)
   site.publish("datasets/me/notes", {"notes.txt": b"a"})
   with pytest.raises(UserError, match=f"^(data.name: |/).*{message}") as error:
-    load_corpus(name, data_dir=tmp_path / "data")
+    helpers.load_corpus(name, data_dir=tmp_path / "data")
   assert "\n" not in str(error.value)
   assert not [*tmp_path.glob("data/texts/*/data.json")]

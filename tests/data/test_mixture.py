@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data.corpus import load_corpus
+from dpjax.data.batches import Stream
+from dpjax.data.encoding import tokenize
 from dpjax.data.mixture import MixedWindows, parse
-from dpjax.data.tokens import tokenize
 from dpjax.errors import UserError
+from tests import helpers
 
 SIZES = (137, 61, 29)
 STREAM = np.arange(sum(SIZES))
@@ -16,7 +17,7 @@ ENDS = np.cumsum(SIZES)
 
 
 def make(shares=(0.6, 0.3, 0.1), window=5, seed=3):
-  return MixedWindows(STREAM, 8, window, seed, sizes=SIZES, shares=shares)
+  return MixedWindows(Stream(STREAM), 8, window, seed, sizes=SIZES, shares=shares)
 
 
 @pytest.mark.parametrize("shares, seed", [((0.334, 0.333, 0.333), 0), ((0.05, 0.94, 0.01), 3)])
@@ -99,9 +100,9 @@ def sources(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("sources")
 def test_tokens_of_sources_follow_each_other(tmp_path):
-  corpus = load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
+  corpus = helpers.load_corpus(mixture="one.txt=2,two.jsonl=1", data_dir=tmp_path / "data")
   tokens = tokenize(corpus, tmp_path / "tokens", "bpe", vocab_size=300)
-  alone = [load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
+  alone = [helpers.load_corpus(path=path) for path in ("one.txt", "two.jsonl")]
   for split, ids in tokens.splits.items():
     sizes = tokens.counts[split]["sources"]
     for x, part in zip(alone, np.split(ids, np.cumsum(sizes)[:-1]), strict=True):
@@ -110,7 +111,7 @@ def test_tokens_of_sources_follow_each_other(tmp_path):
       np.testing.assert_array_equal(part, tokens.tokenizer.encode(text))
   assert tokens.documents is None and corpus.name == "one+two"
   # Weights do not change the tokens.
-  again = load_corpus("none", "none.txt", mixture="one.txt=9,two.jsonl=1")
+  again = helpers.load_corpus("none", "none.txt", mixture="one.txt=9,two.jsonl=1")
   assert again.about == corpus.about
 
 
@@ -118,14 +119,14 @@ def test_tokens_of_sources_follow_each_other(tmp_path):
 def test_documents_of_sources(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"text": "six"}\n{"text": "seven"}\n{"text": "eight"}\n')
   arguments = dict(data_dir="data", isolate_documents=True, split_fractions=(0.4, 0.3, 0.3))
-  corpus = load_corpus(mixture="two.jsonl=1,three.jsonl=2", **arguments)
+  corpus = helpers.load_corpus(mixture="two.jsonl=1,three.jsonl=2", **arguments)
   tokens = tokenize(corpus, tmp_path / "tokens", "bytes")
   begins, ids = tokens.documents["train"], tokens.splits["train"]
   documents = [tokens.tokenizer.decode(x) for x in np.split(ids, begins[1:])]
   assert documents[0] == "four 0 five\n" and documents[-1] == "six\n"
   assert len(documents) == tokens.counts["train"]["documents"]
   with pytest.raises(UserError, match="^data.mixture: .*data.isolate_documents: .* False for one"):
-    load_corpus(mixture="two.jsonl=1,one.txt=2", **arguments)
+    helpers.load_corpus(mixture="two.jsonl=1,one.txt=2", **arguments)
 
 
 @pytest.mark.usefixtures("sources")
@@ -133,10 +134,10 @@ def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
   (tmp_path / "three.jsonl").write_text('{"body": "six"}\n' * 20)
   (tmp_path / "four.txt").write_text("one\n--\ntwo\n--\n" * 50)
   arguments = dict(data_dir="data", text_field="body")
-  corpus = load_corpus(mixture="one.txt=1,three.jsonl=1", **arguments)
+  corpus = helpers.load_corpus(mixture="one.txt=1,three.jsonl=1", **arguments)
   assert "".join(corpus.splits["test"]).endswith("two three\nsix\n")
   # Both settings, and each source has a use for one.
-  corpus = load_corpus(
+  corpus = helpers.load_corpus(
     mixture="four.txt=1,three.jsonl=1", separator="--", isolate_documents=True, **arguments
   )
   four, three = ([*x] for x in corpus.splits["train"].texts)
@@ -146,10 +147,10 @@ def test_a_setting_is_for_the_sources_that_have_a_use_for_it(tmp_path):
     ("two.jsonl=1", "separator", {"separator": "--"}),
   ):
     with pytest.raises(UserError, match=f"^data.{name}: expected .* unless data.path is of"):
-      load_corpus(mixture=sources, **setting)
+      helpers.load_corpus(mixture=sources, **setting)
 
 
 @pytest.mark.usefixtures("sources")
 def test_a_source_that_cannot_be_opened():
   with pytest.raises(UserError, match="^data.mixture: .* nothing.txt .data.path: .*nothing"):
-    load_corpus(mixture="nothing.txt=1,one.txt=2")
+    helpers.load_corpus(mixture="nothing.txt=1,one.txt=2")

@@ -8,10 +8,10 @@ import pytest
 import tensorflow_datasets as tfds
 
 from dpjax.data import readers
-from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import File, Files
 from dpjax.data.text import SPLITS
 from dpjax.errors import UserError
+from tests import helpers
 
 CONTENT = np.random.default_rng(1).bytes(7919)
 SHA256 = f"sha256:{hashlib.sha256(CONTENT).hexdigest()}"
@@ -139,13 +139,13 @@ def lines(split, numbers):
 
 def test_tensorflow_datasets(tmp_path):
   pytest.importorskip("array_record")
-  corpus = load_corpus("tfds:small_text_for_tests/whole", data_dir=tmp_path / "data")
+  corpus = helpers.load_corpus("tfds:small_text_for_tests/whole", data_dir=tmp_path / "data")
   assert {split: "".join(parts) for split, parts in corpus.splits.items()} == {
     "train": lines("train", range(1100)),
     "valid": lines("validation", range(3)),
     "test": lines("test", range(3)),
   }
-  corpus = load_corpus("tfds:small_text_for_tests/train", data_dir=tmp_path / "data")
+  corpus = helpers.load_corpus("tfds:small_text_for_tests/train", data_dir=tmp_path / "data")
   parts = ["".join(corpus.splits[split]) for split in SPLITS]
   assert "".join(parts) == lines("train", range(1100)) and all(parts)
 
@@ -156,7 +156,7 @@ def test_tensorflow_datasets(tmp_path):
 )
 def test_what_tensorflow_datasets_cannot_make(tmp_path, name, message):
   with pytest.raises(UserError, match=f"^data.name: .*{re.escape(message)}.*$") as error:
-    load_corpus(f"tfds:{name}", data_dir=tmp_path)
+    helpers.load_corpus(f"tfds:{name}", data_dir=tmp_path)
   assert "\n" not in str(error.value)
 
 

@@ -14,10 +14,11 @@ from dpjax import files
 from dpjax.data import encoding
 from dpjax.data import text as text_lib
 from dpjax.data import tokens as tokens_lib
-from dpjax.data.corpus import Corpus, load_corpus
-from dpjax.data.encoding import Encoder, count_text, encode_text
+from dpjax.data.corpus import Corpus
+from dpjax.data.encoder import Encoder
+from dpjax.data.encoding import count_text, encode_text, tokenize
 from dpjax.data.text import SPLITS, Text
-from dpjax.data.tokens import open_tokens, tokenize
+from dpjax.data.tokens import open_tokens
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
 from dpjax.text.factory import train_tokenizer
@@ -41,7 +42,7 @@ def write(folder, texts):
 
 @pytest.fixture
 def corpus(tmp_path):
-  return load_corpus(path=write(tmp_path / "texts", TEXTS))
+  return helpers.load_corpus(path=write(tmp_path / "texts", TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_texts_that_cannot_be_tokenized(
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", 5)
   (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   with pytest.raises(UserError, match=message):
-    corpus = load_corpus(path=tmp_path / "texts")
+    corpus = helpers.load_corpus(path=tmp_path / "texts")
     tokenize(corpus, tmp_path / "tokens", variant, **helpers.vocabulary(variant, 300))
   assert not (tmp_path / "tokens").exists()
 
@@ -196,7 +197,7 @@ def test_boundaries_that_cannot_be_had(tmp_path, monkeypatch, corpus):
   large = Unigram(1, size=1000).text_boundaries
   with pytest.raises(UserError, match="^model.boundaries.size: expected at most "):
     tokenize(corpus, tmp_path / "tokens", "bytes", boundaries=large)
-  monkeypatch.setattr(tokens_lib, "train_tokenizer", lambda *_, **__: 1 / 0)  # nothing is learned
+  monkeypatch.setattr(encoding, "train_tokenizer", lambda *_, **__: 1 / 0)  # nothing is learned
   with pytest.raises(UserError, match="^data.tokenizer: expected characters or bytes .*, got bpe"):
     tokenize(corpus, tmp_path / "tokens", "bpe", boundaries=UNIGRAM)
   assert not (tmp_path / "tokens").exists()
@@ -245,7 +246,7 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, variant, size, ch
     write_records(folder / f"{split}.jsonl", content)
   tokenizer = train_tokenizer(variant, DOCUMENTS * 7, **helpers.vocabulary(variant, size))
   monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
-  data = tokenize(load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
+  data = tokenize(helpers.load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
     assert begins.dtype == np.int64 and isinstance(begins, np.memmap)
@@ -261,7 +262,9 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, variant, size, ch
 def test_a_document_without_tokens_is_none(tmp_path):
   texts = ["  \n", "b\n", "  \n a b\n", "a\n", "   "]
   write_records(tmp_path / "a.jsonl", texts)
-  text = load_corpus(path=tmp_path / "a.jsonl", data_dir=tmp_path, split_fractions=(0.4, 0.4, 0.2))
+  text = helpers.load_corpus(
+    path=tmp_path / "a.jsonl", data_dir=tmp_path, split_fractions=(0.4, 0.4, 0.2)
+  )
   train = text.splits["train"]
   full = Text(train.path, 0, train.path.stat().st_size, train.offsets)
   assert [*full] == [*texts[:-1], "   \n"]
@@ -282,7 +285,9 @@ def test_a_document_without_tokens_is_none(tmp_path):
 def test_joined_marks_leave_the_tokens_as_they_were(tmp_path):
   (tmp_path / "b.txt").write_text("--\n".join(DOCUMENTS * 9), encoding="utf-8")
   plain, joined, isolated = (
-    tokenize(load_corpus(path=tmp_path / "b.txt", **settings), tmp_path, "bytes", shared=True)
+    tokenize(
+      helpers.load_corpus(path=tmp_path / "b.txt", **settings), tmp_path, "bytes", shared=True
+    )
     for settings in ({}, dict(separator="--"), dict(separator="--", isolate_documents=True))
   )
   assert plain.folder == joined.folder != isolated.folder and joined.documents is None
@@ -301,7 +306,7 @@ def records(tmp_path, monkeypatch):
   texts = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""]
   write_records(tmp_path / "reversed.jsonl", [x[::-1] for x in texts])
   path = write_records(tmp_path / "texts.jsonl", texts)
-  return load_corpus(path=path, split_fractions=(0.6, 0.2, 0.2), data_dir=tmp_path)
+  return helpers.load_corpus(path=path, split_fractions=(0.6, 0.2, 0.2), data_dir=tmp_path)
 
 
 def content(folder):
@@ -334,7 +339,9 @@ def test_it_resumes_where_it_was_stopped(tmp_path, records, monkeypatch, variant
   # Any two runs are stopped in other shards.
   while is_stopped(monkeypatch, 57, records, parts, variant, **options):
     assert [*(tmp_path / "parts.shards").glob("*.npz")] and not parts.exists()
-    monkeypatch.setattr(tokens_lib, "_train", lambda *_: 1 / 0)  # The vocabulary is kept, too.
+    monkeypatch.setattr(
+      encoding._Recipe, "_train", lambda *_: 1 / 0
+    )  # The vocabulary is kept, too.
     stops += 1
     assert stops < 49
   assert stops > 5 and content(parts) == content(tmp_path / "once")
@@ -358,7 +365,7 @@ def test_another_text_begins_from_scratch(tmp_path, records, monkeypatch):
 
 def test_sources_and_documents_resume(tmp_path, records, monkeypatch):
   mixture = f"{tmp_path}/texts.jsonl=1,{tmp_path}/reversed.jsonl=2"
-  mixed = load_corpus(mixture=mixture, isolate_documents=True, data_dir=tmp_path)
+  mixed = helpers.load_corpus(mixture=mixture, isolate_documents=True, data_dir=tmp_path)
   once = tokenize(mixed, tmp_path / "once", "bytes")
   for number in (200, 250):
     assert is_stopped(monkeypatch, number, mixed, tmp_path / "parts", "bytes")
@@ -369,13 +376,13 @@ def test_sources_and_documents_resume(tmp_path, records, monkeypatch):
 
 SCRIPT = """
 import resource, sys
+from dpjax.config.schema import Data
 from dpjax.data import encoding
-from dpjax.data import tokens as tokens_lib
 from dpjax.data.corpus import load_corpus
 encoding.SHARD_SIZE = 2**22
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-corpus = load_corpus(path=sys.argv[1], data_dir=sys.argv[3])
-tokens = tokens_lib.tokenize(corpus, sys.argv[2], "bytes")
+corpus = load_corpus(Data(path=sys.argv[1], data_dir=sys.argv[3]))
+tokens = encoding.tokenize(corpus, sys.argv[2], "bytes")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin, tokens.counts["train"]["sha256"])
 """
 

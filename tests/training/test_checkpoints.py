@@ -20,7 +20,7 @@ import pytest
 from dpjax.errors import UserError
 from dpjax.training import checkpoints
 from dpjax.training.checkpoints import Checkpoints
-from dpjax.training.step import TrainState
+from dpjax.training.trainer import TrainState
 from tests import helpers
 
 

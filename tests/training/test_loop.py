@@ -12,6 +12,7 @@ import pytest
 import dpjax
 from dpjax.errors import Interrupted
 from dpjax.training import loop, reporting
+from dpjax.training.trainer import Trainer
 from tests import helpers
 
 ROWS, LENGTH, VOCAB = 8, 10, 13
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 class Batches:
   """Rows with padding, as many targets in each as are drawn for the step."""
 
-  batch_size, window = ROWS, LENGTH
+  batch_size, window, steps_per_epoch = ROWS, LENGTH, 1
 
   def batch(self, step, rows):
     draw = np.random.default_rng(step)
@@ -34,31 +35,41 @@ class Batches:
     return {name: value[rows] for name, value in full.items()}
 
 
-SPEC = loop.TrainStepSpec(helpers.Bigrams(VOCAB), optax.sgd(0.5))
+TRAINER = Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5))
 
 
-def fit(workdir, num_steps=4, spec=SPEC, evaluate=lambda params: SCORES, **options):
+def fit(workdir, num_steps=4, trainer=TRAINER, evaluate=lambda params: SCORES, **options):
   """Trains; evaluates and saves after `every` steps, reports after each."""
   every = options.pop("every", 99)
-  intervals = loop.Intervals(num_steps, every, options.pop("log", 1), options.pop("save", every))
+  settings = dataclasses.replace(
+    trainer.settings,
+    num_steps=num_steps,
+    num_epochs=0.0,
+    eval_every_steps=every,
+    eval_every_epochs=0.0,
+    log_every_steps=options.pop("log", 1),
+    checkpoint_every_steps=options.pop("save", every),
+  )
+  trainer = dataclasses.replace(trainer, settings=settings)
   workdir.mkdir(exist_ok=True)
-  loop.fit(spec, Batches(), evaluate, intervals, workdir=workdir, **options)
+  loop.fit(trainer, Batches(), evaluate, loop.Folder(workdir), loop.Hooks(**options))
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
   with pytest.raises(dpjax.UserError, match="^train.batch_size: .* multiple of 24 .* got 8"):
-    fit(tmp_path, spec=dataclasses.replace(SPEC, grad_accum_steps=3))
+    settings = dataclasses.replace(TRAINER.settings, grad_accum_steps=3)
+    fit(tmp_path, trainer=dataclasses.replace(TRAINER, settings=settings))
 
 
 def replace_step(monkeypatch, call):
   """Has `call(step, state, batch)` take the place of the jitted step."""
-  make = loop.step_lib.jit_train_step
+  make = Trainer.jit_step
 
-  def make_replaced(*arguments, **settings):
-    step = make(*arguments, **settings)
+  def make_replaced(trainer, abstract):
+    step = make(trainer, abstract)
     return lambda state, batch, capacity: call(step, state, batch)
 
-  monkeypatch.setattr(loop.step_lib, "jit_train_step", make_replaced)
+  monkeypatch.setattr(Trainer, "jit_step", make_replaced)
 
 
 def test_what_moves_unasked_is_refused(tmp_path, monkeypatch):
@@ -108,7 +119,7 @@ class Clock:
     self.now, self.free_at = 0.0, 0.0
     self._advance = jax.jit(lambda state: state.replace(step=state.step + 1))
     self._ends, self._compiled = {}, set()
-    monkeypatch.setattr(loop.step_lib, "jit_train_step", lambda *_, **__: self.step)
+    monkeypatch.setattr(Trainer, "jit_step", lambda *_: self.step)
     monkeypatch.setattr(loop.checkpoints.Checkpoints, "save", self.save)
 
   def step(self, state, batch, capacity):
@@ -148,8 +159,8 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, s
     reporting, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)
   )
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
-  spec = dataclasses.replace(SPEC, capacity=lambda batch: next(capacities))
-  fit(tmp_path, 12, spec=spec, evaluate=clock.evaluate, **settings)
+  trainer = dataclasses.replace(TRAINER, capacity=lambda batch: next(capacities))
+  fit(tmp_path, 12, trainer=trainer, evaluate=clock.evaluate, **settings)
   assert [line["tokens_per_second"] for line in helpers.reports(tmp_path, "train")] == speeds
 
 

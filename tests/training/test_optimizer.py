@@ -15,7 +15,7 @@ from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.run import training
 from dpjax.training import checkpoints, optimizer, sharding
-from dpjax.training import step as step_lib
+from dpjax.training.trainer import Trainer, abstract_params
 from tests import helpers
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -227,9 +227,9 @@ def test_stage_multipliers_multiply_the_updates_of_each_stage():
   config.model = helpers.model_settings(boundaries=config_lib.boundaries("fixed"))
   config.model.middle = config_lib.middle("routing", width=8)
   config.train.optimizer = config_lib.optimizer("adamw", weight_decay=0.3)
-  plain = training.make_step_spec(config, None, 7).optimizer
+  plain = training.make_trainer(config, None, 7).optimizer
   config.train.stage_multipliers = MULTIPLIERS
-  scaled = training.make_step_spec(config, None, 7).optimizer
+  scaled = training.make_trainer(config, None, 7).optimizer
   params, stages = staged_params()
   grads = jax.tree.map_with_path(
     lambda path, x: jnp.cos(len(str(path)) + jnp.arange(15.0).reshape(x.shape)), params
@@ -272,8 +272,8 @@ REFUSED = [
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make, message", REFUSED)
 def test_optimizers_that_need_more_or_cannot_be_saved_are_refused(make, message):
-  model, mesh = helpers.Bigrams(7), sharding.make_mesh()
-  params = step_lib.abstract_state(model, optax.identity(), 0, mesh).params
+  model = helpers.Bigrams(7)
+  params = abstract_params(model)
   with pytest.raises(dpjax.UserError, match=f"^optimizer: {message}"):
     optimizer.check(make(), model, params)
 
@@ -306,14 +306,14 @@ def make_of_all_types():
 )
 def test_any_optimizer_of_optax_trains_and_resumes_bit_for_bit(make, tmp_path):
   model, mesh, update = helpers.Bigrams(7), sharding.make_mesh(jax.devices()[:2]), make()
-  abstract = step_lib.abstract_state(model, update, 0, mesh, "fsdp")
+  trainer = Trainer(model, update, config_lib.Train(param_sharding="fsdp"))
+  abstract = trainer.abstract_state(mesh)
   optimizer.check(update, model, abstract.params)
-  places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-  train = step_lib.jit_train_step(model, update, places, mesh)
+  train = trainer.jit_step(abstract)
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7
   batch = dict(tokens=tokens, targets=(tokens + 2) % 7, weights=np.ones((8, 5), np.float32))
   batch = sharding.put_batch(batch, mesh)
-  state = step_lib.jit_init(model, update, 0, abstract)
+  state = trainer.init_on_devices(abstract)
   with jax.numpy_rank_promotion("allow"):  # Some of Optax needs it.
     state, _ = train(train(state, batch)[0], batch)
   with checkpoints.Checkpoints(tmp_path, keep=2) as saved:

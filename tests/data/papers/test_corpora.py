@@ -15,7 +15,6 @@ import pytest
 from dpjax.commands import data as command
 from dpjax.data import corpus as corpus_lib
 from dpjax.data import readers, remote
-from dpjax.data.corpus import load_corpus
 from dpjax.data.remote import Files
 from dpjax.errors import UserError
 from dpjax.text.pieces import BytePairs
@@ -183,7 +182,7 @@ def test_damaged_archive(case, tmp_path):
   name, content, message = DAMAGED[case]
   path = give(tmp_path, ARCHIVES[name][0], content)
   with pytest.raises(UserError, match=message if message[0] == "^" else f"{path}: .*{message}"):
-    load_corpus(name, data_dir=tmp_path / "data", manual_dir=tmp_path / "manual")
+    helpers.load_corpus(name, data_dir=tmp_path / "data", manual_dir=tmp_path / "manual")
   assert not list((tmp_path / "data" / "texts").glob("*.partial"))
 
 
@@ -423,7 +422,7 @@ def test_documents(tmp_path, name):
   folder.mkdir(parents=True)
   for split in SPLITS:
     (folder / f"{split}.txt").write_bytes("".join(MARKS[name]).encode())
-  corpus = load_corpus(name, isolate_documents=True, data_dir=tmp_path / "data")
+  corpus = helpers.load_corpus(name, isolate_documents=True, data_dir=tmp_path / "data")
   assert {x: [*text] for x, text in corpus.splits.items()} == dict.fromkeys(SPLITS, MARKS[name])
 
 
@@ -454,9 +453,9 @@ def test_two_that_begin_at_once_and_never_import_tensorflow(tmp_path):
   give(tmp_path, "../data/manual/text8.zip", zipped({"text8": TEXT8}))
   code = (
     "import dataclasses, sys; from dpjax_papers import corpora; "
-    "from dpjax.data.corpus import load_corpus; "
+    "from dpjax.config.schema import Data; from dpjax.data.corpus import load_corpus; "
     "corpora.TEXT8 = dataclasses.replace(corpora.TEXT8, checksum=''); "
-    "sys.stdin.readline(); corpus = load_corpus('text8', data_dir=sys.argv[1]); "
+    "sys.stdin.readline(); corpus = load_corpus(Data(name='text8', data_dir=sys.argv[1])); "
     "print(len(''.join(corpus.splits['train']))); "
     "assert not {'tensorflow', 'tensorflow_datasets', 'pyarrow'} & {*sys.modules}"
   )

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from dpjax import config as config_lib
 from dpjax.analysis import plots, style
 from dpjax.analysis import runs as runs_lib
+from dpjax.commands.parser import Parser, path, start
 from dpjax.config import loading
 from dpjax.errors import UserError
 
@@ -43,19 +44,16 @@ class Planned(NamedTuple):
   config: config_lib.ConfigDict
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
   """Trains the runs given on the command line, then prints their table."""
-  from dpjax.commands import flags as command_line
-
-  parser = command_line.Parser("sweep", __doc__)
-  parser.add_argument("--workdir", type=command_line.path, help="a folder for the runs")
+  parser = Parser("sweep", __doc__)
+  parser.add_argument("--workdir", type=path, help="a folder for the runs")
   about = "settings whose values are paired, model.width,model.num_layers; may be repeated"
   parser.add_argument("--zip", action="append", default=[], help=about)
   about = "comma-separated seeds; default: the configuration's"
   parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
-  others, settings = _split(sys.argv)
-  sys.argv[:] = others
-  command_line.start(parser, lambda options: _sweep(settings, options))
+  others, settings = _split(sys.argv[1:] if words is None else words)
+  start(parser, lambda options: _sweep(settings, options), others)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-from functools import partial
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
-from dpjax.training import losses, optimizer, sharding, step
+from dpjax.training import losses, optimizer, sharding, trainer
+from dpjax.training.trainer import Trainer
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 16, 7, 13, 24
@@ -40,15 +41,20 @@ def draw_batch(seed=0):
 
 def draw_state(model, update):
   """A state with normal numbers for parameters, which takes no compiling."""
-  shapes = jax.eval_shape(lambda: step.init_state(model, update, 3)).params
+  shapes = jax.eval_shape(Trainer(model, update).init).params
   draw = np.random.default_rng(1).standard_normal
   params = jax.tree.map(lambda x: jnp.asarray(draw(x.shape) / 3, x.dtype), shapes)
   zero = jnp.zeros((), jnp.int32)
-  return step.TrainState(zero, params, update.init(params), jax.random.key(3))
+  return trainer.TrainState(zero, params, update.init(params), jax.random.key(3))
+
+
+def make_trainer(model, update, grad_accum_steps=1, objective=None, **settings):
+  settings = config_lib.Train(grad_accum_steps=grad_accum_steps, **settings)
+  return Trainer(model, update, settings, objective or losses.Objective())
 
 
 def jit_update(model, update, grad_accum_steps=1, **settings):
-  return jax.jit(partial(step.train_step, model, update, grad_accum_steps, **settings))
+  return jax.jit(make_trainer(model, update, grad_accum_steps, **settings).step)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +102,10 @@ def test_parts_of_a_batch_give_the_update_of_the_whole_and_its_norm_before_clipp
 def test_no_step_holds_all_logits(monkeypatch):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
   model, update = make_model(), optax.sgd(0.1)
-  state = jax.eval_shape(lambda: step.init_state(model, update, 3))
   mesh = sharding.make_mesh(jax.devices()[:1])
-  train = step.jit_train_step(model, update, sharding.state_sharding(state, mesh), mesh)
-  evaluate = step.jit_eval_step(model, mesh)
+  state = Trainer(model, update).abstract_state(mesh)
+  train = Trainer(model, update).jit_step(state)
+  evaluate = trainer.jit_eval_step(model, mesh)
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), draw_batch())
   for lowered in (train.lower(state, batch), evaluate.lower(state.params, batch, 0)):
     text = lowered.compile().as_text()
@@ -124,7 +130,7 @@ def test_evaluation_sums_the_nats_of_the_logits_without_dropout(plain_update):
   model, count = make_model(dropout=0.1, hidden_dropout=0.2), batch["weights"].sum()
   flat = Flat(VOCAB, WIDTH, 11, model.layers, positions="learned")
   for each, mean in ((model, metrics["loss"]), (flat, np.log(VOCAB))):
-    sums = step.jit_eval_step(each, mesh)(params, sharding.put_batch(batch, mesh), 0)
+    sums = trainer.jit_eval_step(each, mesh)(params, sharding.put_batch(batch, mesh), 0)
     np.testing.assert_allclose(sums["nats"], mean * count, rtol=1e-5)
 
 
@@ -170,11 +176,12 @@ def test_eight_devices_train_as_one():
 
   def run(num_devices, param_sharding):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
-    abstract = step.abstract_state(model, update, 5, mesh, param_sharding)
-    first = step.jit_init(model, update, 5, abstract)
+    updates = make_trainer(model, update, param_sharding=param_sharding)
+    updates = dataclasses.replace(updates, seed=5)
+    abstract = updates.abstract_state(mesh)
+    first = updates.init_on_devices(abstract)
     state, seen = jax.tree.map(jnp.copy, first), []
-    places = sharding.state_sharding(state, mesh, param_sharding)
-    train = step.jit_train_step(model, update, places, mesh)
+    train = updates.jit_step(abstract)
     for index in range(7):
       before = state
       state, metrics = train(before, sharding.put_batch(draw_batch(index % 3), mesh))
@@ -201,7 +208,7 @@ def test_eight_devices_train_as_one():
 
 def test_bfloat16_trains_float32_parameters():
   model, update = make_model(dtype="bfloat16"), optax.adam(1e-3)
-  train = partial(step.train_step, model, update, 2)
+  train = make_trainer(model, update, 2).step
   after, metrics = jax.eval_shape(train, draw_state(model, update), draw_batch())
   dtypes = {x.dtype for x in jax.tree.leaves((after.params, metrics))}
   assert dtypes == {jnp.dtype("float32")}
@@ -226,7 +233,7 @@ def test_parts_of_a_pooled_batch_give_the_gradient_of_the_whole(names):
 
   @jax.jit
   def run_parts(state, batch):
-    train = partial(step.train_step, model, optax.sgd(1.0), 4, objective=objective)
+    train = make_trainer(model, optax.sgd(1.0), 4, objective).step
     after, metrics = train(state, batch)
     return jax.tree.map(jnp.subtract, state.params, after.params), metrics
 
@@ -267,7 +274,8 @@ def test_the_average_is_that_of_optax_without_its_bias():
   model, update = helpers.Bigrams(VOCAB), optax.sgd(0.5)
   state = draw_state(model, update)
   state = state.replace(average=jax.tree.map(jnp.copy, state.params))
-  train = jit_update(model, update, ema_decay=0.7, learning_rate=lambda k: 0.5 / (k + 1))
+  updates = make_trainer(model, update, ema_decay=0.7)
+  train = jax.jit(dataclasses.replace(updates, learning_rate=lambda k: 0.5 / (k + 1)).step)
   ema = optax.ema(0.7, debias=True)
   ema_state = ema.init(state.params)
   for k in range(5):
@@ -278,5 +286,5 @@ def test_the_average_is_that_of_optax_without_its_bias():
   assert state.scored is state.average
   frozen = average = {"a": jnp.float32([0.1, 1e-7, 3e9])}
   for k in range(9):  # What stays the same is its own average.
-    average = step.add_to_average(average, frozen, jnp.int32(k), 0.999)
+    average = trainer.add_to_average(average, frozen, jnp.int32(k), 0.999)
   np.testing.assert_array_equal(average["a"], frozen["a"])

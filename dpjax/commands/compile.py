@@ -1,0 +1,66 @@
+"""Compiles a configuration for devices that need not be present, and prints what it needs.
+
+  dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
+  dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
+
+A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :COUNT; or cpu.
+A vocabulary that a run fits to its text comes from --config=RUN, the folder of such a run, or from
+--config.model.vocab_size=COUNT. A batch is rounded up to full rows on each device.
+TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory, collectives and
+custom calls are the compiler's; those within a loop count once.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpjax import config as config_lib
+from dpjax import files
+from dpjax.analysis import compile as compile_lib
+from dpjax.analysis import devices
+from dpjax.commands.parser import Parser, natural, path, start
+from dpjax.config import loading
+from dpjax.errors import UserError
+
+
+def main(words: Sequence[str] | None = None) -> None:
+  """Compiles the configurations given on the command line."""
+  parser = Parser("compile", __doc__, has_config=True)
+  add = parser.add_argument
+  add("--topology", default="cpu", help="what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
+  about = "what to compile; repeat it for several"
+  add("--steps", choices=compile_lib.STEPS, action="append", help=about)
+  about = "segments of the longest row; 0: the window"
+  add("--segments", type=natural, default=0, help=about)
+  about = "also find the largest train.batch_size that fits"
+  add("--largest_batch", action="store_true", help=about)
+  add("--out", type=path, help="a JSON file for the results")
+  devices.prepare()
+  words = sys.argv[1:] if words is None else words
+  _, names = loading.take(words, "config")
+  folder = os.path.expanduser(names[-1]) if names else ""
+  start(parser, lambda options: _compile(options, folder), words)
+
+
+def _compile(options: Namespace, folder: str) -> None:
+  """Compiles a configuration, perhaps that of the run in a folder."""
+  config = options.config
+  if config is None:
+    raise UserError("--config: expected an experiment, got none")
+  # A text or tokenizer other than the run's has a different vocabulary.
+  is_run = os.path.isdir(folder) and config_lib.load(folder).data.to_dict() == config.data.to_dict()
+  run = folder if is_run else ""
+  steps = options.steps or compile_lib.STEPS
+  topology, segments = options.topology, options.segments
+  result = compile_lib.compile_steps(config, topology, steps=steps, segments=segments, run=run)
+  if options.largest_batch:
+    rows = compile_lib.largest_batch(config, topology, segments=segments, run=run)
+    result["largest_batch"] = rows
+  print(compile_lib.table(result))
+  rows = config.train.batch_size
+  if result["batch_size"] != rows:
+    print(f"train.batch_size: {result['batch_size']}, as {rows} do not divide over the devices")
+  if options.out:
+    files.write_json(Path(options.out), result)

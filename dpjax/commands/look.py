@@ -1,0 +1,55 @@
+"""Shows how runs read a text: dpjax look RUN --text="the quick brown fox" --out=page.html.
+
+Prints the text with a mark at the end of each segment; with --out, writes a self-contained page.
+`dpjax.analysis.page` describes both.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpjax import files
+from dpjax.commands.parser import Parser, path, start
+from dpjax.commands.processes import check_platform
+
+if TYPE_CHECKING:
+  from dpjax.run import Run
+
+_DEFAULT_TOKENS = 120
+
+
+def main(words: Sequence[str] | None = None) -> None:
+  """Prints the segments, and writes the page."""
+  parser = Parser("look", __doc__, uses_devices=False)
+  add = parser.add_argument
+  add("run_folder", nargs="+", type=path, help="the folder of a run")
+  add("--text", help="a text or a file; default: the beginning of the test split")
+  add("--out", type=path, help="a file for the page, such as page.html")
+  start(parser, _look, words)
+
+
+def _look(options: Namespace) -> None:
+  from dpjax import run as run_lib
+  from dpjax.analysis import page, reading
+
+  check_platform()
+  runs = [run_lib.load(folder) for folder in options.run_folder]
+  text = _read_text(runs[0], options.text)
+  segmentations = [reading.segment(run, text) for run in runs]
+  for folder, segmentation in zip(options.run_folder, segmentations, strict=True):
+    if len(runs) > 1:
+      print(f"{folder}:")
+    print(page.describe(segmentation))
+  if options.out:
+    files.write_file(Path(options.out), page.write(runs, text, segmentations).encode())
+
+
+def _read_text(run: "Run", text: str | None) -> str:
+  """The text of --text, of the file that it names, or the beginning of the test split."""
+  from dpjax.data import readers
+
+  if text is None:
+    return run.tokenizer.decode(run.tokens("test")[: min(_DEFAULT_TOKENS, run.window)])
+  return readers.read_text(path(text), "--text") if os.path.isfile(path(text)) else text

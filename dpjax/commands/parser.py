@@ -1,0 +1,164 @@
+"""The parser of all commands: their flags, their run, and their errors."""
+
+import argparse
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dpjax.commands import processes
+from dpjax.config import loading, registry
+from dpjax.errors import UserError, exit_on_user_error, unknown
+
+_PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
+_CONFIG = """an experiment's name or file, with :VARIANT if it has variants; or a run's folder.
+--config.KEY=VALUE changes a setting. A component is chosen by name: --config.model.mixer=we
+--config.model.mixer.adjustment=False. Several mixers in turn: --config.model.mixer=we,attention
+--config.model.mixer.1.num_heads=4"""
+_CACHE = """a folder for compiled programs, up to 2 GiB; empty: none; by default
+JAX_COMPILATION_CACHE_DIR, or ~/.cache/dpjax/compiled, and on CPU none"""
+
+
+class Parser(argparse.ArgumentParser):
+  """The parser of a command; a wrong argument raises a `UserError`.
+
+  Args:
+    name: the name of the command.
+    about: its description, whose line breaks are kept.
+    has_config: adds --config.
+    uses_devices: adds the flags of processes and of compiled programs.
+  """
+
+  def __init__(
+    self, name: str, about: str | None, *, has_config: bool = False, uses_devices: bool = True
+  ):
+    super().__init__(
+      f"dpjax {name}",
+      description=about,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      allow_abbrev=False,
+    )
+    self.has_config = has_config
+    self.uses_devices = uses_devices
+    if has_config:
+      self.add_argument("--config", metavar="NAME", help=_CONFIG)
+    common = self.add_argument_group("of all commands")
+    about = _PLUGIN
+    common.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=about)
+    common.add_argument("--flagfile", metavar="FILE", help="a file with more flags, one a line")
+    if uses_devices:
+      self._add_devices(self.add_argument_group("of all commands that train or load a model"))
+
+  def _add_devices(self, group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--compilation_cache", metavar="FOLDER", help=_CACHE)
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    add("--num_processes", type=int, metavar="N", help="number of processes")
+    add("--process_id", type=int, metavar="N", help="number of this process, from 0")
+    about = "let processes find each other (Slurm, TPU pods)"
+    add("--distributed", action="store_true", help=about)
+    about = "seconds to wait for the other processes (default: 300)"
+    add("--join_seconds", type=int, default=300, metavar="N", help=about)
+
+  def add_run(self) -> None:
+    """Adds RUN, the folder of a run; --workdir=RUN says the same."""
+    self.add_argument("run", metavar="RUN", nargs="?", type=path, help="the folder of a run")
+    self.add_argument("--workdir", metavar="RUN", type=path, help="another way to say RUN")
+
+  def error(self, message: str) -> NoReturn:
+    """Raises a `UserError` instead of printing the usage."""
+    message = message.replace("unrecognized arguments:", "expected --name=value, got")
+    raise UserError(f"flags: {message} ({self.prog} --help lists them)")
+
+  def parse(self, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; `config` is the configuration with its changes, or None."""
+    words = list(_with_flagfiles(words))
+    if "-h" in words or "--help" in words:
+      self.parse_args(["--help"])
+    # A configuration may name what a plugin registers.
+    for module in loading.take(words, "plugin")[1]:
+      registry.import_plugin(module)
+    config = None
+    if self.has_config:
+      config, words = loading.from_words(words)
+    names = [name for name in self._option_string_actions if name != "-h"]
+    for word in words:
+      name = word.partition("=")[0]
+      if re.fullmatch(r"--[\w.]+", name) and name not in names:
+        raise unknown("flags", names, name)
+    options = self.parse_args(words)
+    options.config = config
+    return options
+
+
+def path(text: str) -> str:
+  """A path; expands ~, which a shell does not in --name=~/file."""
+  return os.path.expanduser(text)
+
+
+def natural(text: str) -> int:
+  """An integer of at least 0."""
+  if (number := int(text)) < 0:
+    raise ValueError
+  return number
+
+
+def find_run(options: argparse.Namespace) -> str | None:
+  """The folder given as RUN or --workdir, if any; a `UserError` if both are."""
+  if options.run is not None and options.workdir is not None:
+    got = f"{options.run} and {options.workdir}"
+    raise UserError(f"RUN, --workdir: expected one of them, got {got}")
+  return options.workdir if options.run is None else options.run
+
+
+def require_run(options: argparse.Namespace) -> str:
+  """Like `find_run`; a `UserError` if there is none."""
+  run = find_run(options)
+  if not run:
+    raise UserError("RUN, --workdir: expected the folder of a run, got none")
+  return run
+
+
+def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
+  """The words, with --flagfile=FILE replaced by those in the lines of FILE."""
+  for word in words:
+    flag, _, file = word.partition("=")
+    if flag in ("-flagfile", "--flagfile"):
+      lines = map(str.strip, Path(path(file)).read_text(encoding="utf-8").splitlines())
+      yield from _with_flagfiles([x for x in lines if x and not x.startswith(("#", "//"))])
+    else:
+      yield word
+
+
+Command = Callable[[argparse.Namespace], None]
+
+
+def start(parser: Parser, command: Command, words: Sequence[str] | None = None) -> None:
+  """Parses words (None: sys.argv) and runs a command; user errors exit with 1.
+
+  A command that uses devices first joins the other processes and starts JAX.
+  """
+  with exit_on_user_error():
+    options = parser.parse(sys.argv[1:] if words is None else words)
+    if parser.uses_devices:
+      # Orbax logs each of its steps at INFO.
+      logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
+      processes.join(options)
+      processes.check_platform()
+      processes.set_compilation_cache(options.compilation_cache)
+      command(options)
+    else:
+      # Arguments of functions are named like the flags.
+      with exit_on_user_error(vars(options)):
+        command(options)
+
+
+def exit_unless_finite(**nats: float) -> None:
+  """Ends with status 1 if the nats per token of a text are not finite, and so no score is."""
+  for name, value in nats.items():
+    if not math.isfinite(value):
+      sys.exit(f"{name}: expected finite scores, got {value} nats per token")

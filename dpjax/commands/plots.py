@@ -1,0 +1,56 @@
+"""Plots training costs and scores of runs from their folders: dpjax plots RUN ..."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from dpjax.analysis import plots, runs
+from dpjax.commands.parser import Parser, path, start
+from dpjax.errors import UserError
+
+
+def main(words: Sequence[str] | None = None) -> None:
+  """Prints the table and draws the figure described by the command line."""
+  parser = Parser("plots", __doc__, uses_devices=False)
+  add = parser.add_argument
+  add("run_folder", nargs="+", type=path, help="the folder of a run")
+  about = f"a file: {', '.join(plots.SUFFIXES)}; by default FIGURE.png in the current folder"
+  add("--out", type=path, help=about)
+  add("--figure", choices=plots.FIGURES, help="default: progress, metric with --metric")
+  add("--metric", help="a logged score: valid/perplexity or train/grad_norm")
+  about = "batches per median; by default 2,000, or a tenth of the shortest run if that is less"
+  add("--every", type=int, help=about)
+  add("--labels", help="labels of the runs, in order: a,b")
+  add("--log", default="", help="logarithmic axes: x, y or x,y")
+  add("--width", type=float, default=9.0, help="width of the figure in inches")
+  start(parser, _plot, words)
+
+
+def _plot(options: Namespace) -> None:
+  figure = options.figure or ("metric" if options.metric else "progress")
+  out = options.out or f"{figure}.png"
+  plots.check_suffix(out)
+  log = [axis for axis in options.log.split(",") if axis]
+  if not {*log} <= {"x", "y"}:
+    raise UserError(f"log: expected x, y or x,y, got {options.log}")
+  if not 1.5 <= options.width <= 40:
+    raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
+  labels = options.labels.split(",") if options.labels else None
+  records = runs.read_runs(options.run_folder, labels)
+  every = plots.default_every(records) if options.every is None else options.every
+  metric = None
+  if figure != "curves":
+    metric = plots.find_metric(records, options.metric)
+  elif options.metric:
+    raise UserError(
+      f"metric: expected only with --figure=progress or --figure=metric, got {options.metric}"
+    )
+  if figure == "metric" and not metric:
+    raise UserError("metric: expected runs that were evaluated, got none")
+  picture = plots.draw(
+    records, figure=figure, every=every, metric=metric, log=log, width=options.width
+  )
+  scores = runs.score_table(records, every, metric)
+  table = runs.cost_table(records, every) if figure == "curves" else scores
+  plots.report(table, records, ["model.mixer"])
+  plots.write(picture, out)
+  print(f"\nThe figure: {out}")

@@ -1,0 +1,131 @@
+"""Joins the processes of a run, starts JAX, and keeps what it compiles."""
+
+import os
+import re
+import socket
+import sys
+import tempfile
+import threading
+from argparse import Namespace
+from pathlib import Path
+
+from dpjax.analysis.devices import NO_TPU
+from dpjax.errors import UserError, not_writable
+
+
+def check_platform() -> None:
+  """Starts JAX's backend; `UserError` if the requested platform has none."""
+  import jax
+
+  # JAX sees no TPU; libtpu, where it is installed to compile, would complain.
+  if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+    os.environ.update(NO_TPU | os.environ)
+  try:
+    jax.default_backend()
+  except (AssertionError, RuntimeError) as error:  # The former: there is no CUDA.
+    name = os.environ.get("JAX_PLATFORMS")
+    if not name:
+      raise
+    raise UserError(
+      f"JAX_PLATFORMS: expected a platform that JAX finds here, got {name!r} "
+      f"({' '.join(str(error).split()) or 'which is none'})"
+    ) from error
+
+
+def join(options: Namespace) -> None:
+  """Joins the other processes that the flags of a command name, if any."""
+  flags = {
+    "--coordinator": options.coordinator,
+    "--num_processes": options.num_processes,
+    "--process_id": options.process_id,
+  }
+  given = {flag: value for flag, value in flags.items() if value is not None}
+  if not given and not options.distributed:
+    return
+  _check_flags(flags, options.distributed)
+  _initialize(options, given)
+  check_platform()
+  import jax
+
+  if jax.process_index() == 0:
+    print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+
+
+def _check_flags(flags: dict[str, str | int | None], is_distributed: bool) -> None:
+  """Raises a `UserError` for flags of processes that do not fit together."""
+  missing = [flag.removeprefix("--") for flag, value in flags.items() if value is None]
+  if missing and not is_distributed:
+    expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
+    raise UserError(f"{expected}, got no {', no '.join(missing)}")
+  address = flags["--coordinator"]
+  if address is not None and not re.fullmatch(r".+:\d{1,5}", str(address)):
+    raise UserError(f"--coordinator: expected host:port, got {address}")
+  if missing:
+    return
+  number, index = int(str(flags["--num_processes"])), int(str(flags["--process_id"]))
+  if not 0 <= index < number:
+    expected = f"expected 0 to {number - 1} of --num_processes={number}"
+    raise UserError(f"--process_id: {expected}, got {index}")
+
+
+def _initialize(options: Namespace, given: dict[str, str | int]) -> None:
+  """Starts `jax.distributed`; ends the process if the others do not come in time."""
+  import jax
+
+  subject = " ".join(f"{flag}={value}" for flag, value in given.items()) or "--distributed"
+  address, seconds = options.coordinator, options.join_seconds
+
+  def give_up() -> None:
+    expected = f"all processes to meet within {seconds} s (--join_seconds)"
+    print(f"{subject}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
+    os._exit(1)  # Threads that wait in C++ react to nothing else.
+
+  timer = threading.Timer(seconds, give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    if (
+      len(given) == 3 and options.process_id == 0
+    ):  # If JAX cannot listen, it may crash (signal 11).
+      socket.create_server(("", int(str(address).rpartition(":")[2]))).close()
+    # At its own limit, JAX aborts the process (signal 6).
+    jax.distributed.initialize(
+      address,
+      options.num_processes,
+      options.process_id,
+      initialization_timeout=seconds + 60,
+    )
+  except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
+    expected = "process 0 to be able to listen there"
+    if len(given) < 3:
+      expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
+    raise UserError(f"{subject}: expected {expected}, got: {error}") from error
+  finally:
+    timer.cancel()
+
+
+def set_compilation_cache(folder: str | Path | None) -> None:
+  """Keeps compiled programs in a folder; "": nowhere; None: the default one."""
+  import jax
+
+  if folder is None:
+    # CPU code may come from another machine, and crash (jax-ml/jax#38445).
+    if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
+      return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dpjax", "compiled")
+  try:
+    if folder:
+      folder = Path(folder).expanduser().absolute()
+      # Files there are executed: nobody else may write them.
+      folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=folder).close()
+  except (OSError, RuntimeError) as error:  # The latter: the user has no home.
+    message = not_writable("compilation_cache", folder, error)
+    print(f"{message}; what is compiled is not kept", file=sys.stderr)
+    folder = ""
+  if not folder:
+    jax.config.update("jax_enable_compilation_cache", False)
+    return
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  if jax.config.values["jax_compilation_cache_max_size"] == -1:
+    jax.config.update("jax_compilation_cache_max_size", 2**31)

@@ -1,0 +1,134 @@
+"""One setting: its default, meaning and range, and how its values are checked and parsed."""
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from dpjax import errors
+from dpjax.errors import UserError
+
+if TYPE_CHECKING:
+
+  class ConfigDict(dict[str, Any]):
+    """Settings as attributes, whose names type checkers cannot know."""
+
+    def __init__(self, settings: Mapping | None = None): ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value) -> None: ...
+
+    def to_dict(self, *args, **kwargs) -> dict[str, Any]:
+      """The settings as plain dicts."""
+      ...
+
+else:
+  from ml_collections import ConfigDict as ConfigDict
+
+_MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
+_BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One setting.
+
+  Attributes:
+    minimum, above, maximum, below: limits; `above` and `below` are exclusive.
+    choices: the allowed values, if limited; for a tuple, strings accepted in its place.
+    is_free: whether a run may resume with another value.
+    is_length: whether it is the length of a run, free unless the schedule depends on it.
+    is_path: whether it names a file or a folder, in which ~ is expanded.
+    is_optional: whether it may be None.
+    type: float, int, str, bool or tuple; None: the type of the default.
+  """
+
+  default: Any
+  meaning: str = ""
+  minimum: float | None = None
+  above: float | None = None
+  maximum: float | None = None
+  below: float | None = None
+  choices: tuple[str, ...] = ()
+  is_free: bool = False
+  is_length: bool = False
+  is_path: bool = False
+  is_optional: bool = False
+  type: "type[float | int | str | bool | tuple | ConfigDict] | None" = None
+
+  @property
+  def value_type(self) -> "type":
+    """The type of its values."""
+    return self.type or type(self.default)
+
+  def check(self, key: str, value: Any) -> Any:
+    """Returns the value; an integer becomes a float if the setting is a float.
+
+    Raises:
+      UserError: the value has another type or is out of range; `key` is the setting's full name.
+    """
+    if value is None:
+      if self.is_optional:
+        return None
+      raise self._wrong_type(key, "None")
+    if self.choices and isinstance(value, str):
+      if value not in self.choices:
+        raise errors.unknown(key, self.choices, value)
+      return value
+    is_number = self.value_type is float and _is_real(value)
+    if not is_number and type(value) is not self.value_type:
+      raise self._wrong_type(key, repr(value))
+    if is_number and not abs(value) <= _MAX_FLOAT:
+      raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
+    if self.value_type is int and self.below is None and not abs(value) < 2**31:
+      raise UserError(f"{key}: expected an integer below 2**31, got {value}")
+    self._check_limits(key, value)
+    return float(value) if is_number else value
+
+  def _check_limits(self, key: str, value: Any) -> None:
+    expected = ""
+    if self.minimum is not None and value < self.minimum:
+      expected = f"at least {self.minimum}"
+    elif self.above is not None and value <= self.above:
+      expected = f"above {self.above}"
+    elif self.maximum is not None and value > self.maximum:
+      expected = f"at most {self.maximum}"
+    elif self.below is not None and value >= self.below:
+      expected = f"below {self.below}"
+    if expected:
+      raise UserError(f"{key}: expected {expected}, got {value}")
+
+  def parse(self, key: str, text: str) -> Any:
+    """Parses a value from the command line; raises like `check`."""
+    if self.is_optional and text == "None":
+      return None
+    if text in self.choices:
+      return text
+    try:
+      if self.value_type is bool:
+        return _BOOLS[text.lower()]
+      if self.value_type is tuple:
+        value = as_tuple(ast.literal_eval(text))
+        return value if isinstance(value, tuple) else (value,)
+      return self.value_type(text)
+    except (ValueError, SyntaxError, KeyError) as error:
+      if self.value_type is not tuple and ("," in text or ";" in text):
+        text = f"{text} (dpjax sweep trains a run for each of several values)"
+      raise self._wrong_type(key, text) from error
+
+  def _wrong_type(self, key: str, value: str) -> UserError:
+    expected = self.value_type.__name__
+    if self.is_optional:
+      expected = f"{expected} or None"
+    return UserError(f"{key}: expected a value of type {expected}, got {value}")
+
+
+def _is_real(value: Any) -> bool:
+  return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def as_tuple(value: Any) -> Any:
+  """Converts lists, JSON's form of tuples, to tuples, recursively."""
+  if isinstance(value, list | tuple):
+    return tuple(as_tuple(x) for x in value)
+  return value
