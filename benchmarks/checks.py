@@ -33,7 +33,7 @@ import dpjax
 from dpjax import ops
 from dpjax.errors import Interrupted
 from dpjax.models import build
-from dpjax.run import training
+from dpjax.runs import launch
 from dpjax.training import sharding
 
 FLOAT32, BFLOAT16 = 1e-4, 3e-2
@@ -128,7 +128,7 @@ def step_check(name: str, products: str, devices: list) -> list:
   text = np.random.default_rng(0).integers(0, 31, (shape[0], shape[1] + 1)).astype(np.int32)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": np.ones(shape, np.float32)}
   # With SGD at learning rate 1, the update is minus the gradient.
-  trainer = training.make_trainer(config, model, 10, optax.sgd(1.0))
+  trainer = launch.make_trainer(config, model, 10, optax.sgd(1.0))
   abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
   initial = trainer.init_on_devices(abstract)  # once, for all devices
   # As NumPy arrays, since an update donates the buffers of its state.
@@ -150,7 +150,7 @@ def step_check(name: str, products: str, devices: list) -> list:
 
 def resume_check(_: list) -> list:
   """The losses of a run that never stopped, and of one that was stopped after 3 of 6 updates."""
-  from dpjax.analysis import runs
+  from dpjax.analysis import curves
 
   config = dpjax.config.load("quickstart:tiny")
   config.train.num_steps, config.train.eval_every_steps = 6, 2
@@ -164,7 +164,7 @@ def resume_check(_: list) -> list:
         dpjax.train(config, f"{folder}/{name}", should_stop=lambda d=done, s=stop: next(d) == s < 6)
       except Interrupted:
         dpjax.train(config, f"{folder}/{name}")
-      losses.append(runs.read_losses(f"{folder}/{name}"))
+      losses.append(curves.read_losses(f"{folder}/{name}"))
   return losses[::-1]
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax import files
 from dpjax.errors import exit_on_user_error
 
@@ -93,7 +93,7 @@ def cases(topology: str, is_scale: bool) -> Iterator[tuple[str, str, list[str]]]
   for name in LARGE if is_scale else CONFIGS:
     config, settings = name.partition(",")[0], settings_of(name)
     if not is_scale:
-      rows = -(-config_lib.load(config).train.batch_size // devices) * devices
+      rows = -(-dpjax.config.load(config).train.batch_size // devices) * devices
       yield f"{name}, {topology}", config, [*settings, f"train.batch_size={rows}"]
       continue
     settings += [*LARGE[name], f"train.batch_size={8 * devices}"]

@@ -92,7 +92,7 @@ def serve_jax(settings: Mapping) -> None:
 
   from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses, sharding
-  from dpjax.training.optimizer import make_optimizer
+  from dpjax.training.optimizers import make_optimizer
   from dpjax.training.trainer import Trainer
 
   device = jax.devices()[0]

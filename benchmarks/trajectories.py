@@ -166,8 +166,8 @@ class Texts:
 
   def config(self, cell: Cell):
     """The configuration of the papers, reduced to the cell's size."""
+    import dpjax
     from configs import dispatcher_ptb, msa_ptb, pooling_text8
-    from dpjax import config as config_lib
 
     if cell.name in ATTENTION:
       config = (dispatcher_ptb if cell.name == "dispatcher" else msa_ptb).get_config()
@@ -179,7 +179,7 @@ class Texts:
       config.data.path = str(self._text8())
       config.model.mixer.num_heads = 4
       config.model.num_layers = cell.num_layers
-      if config_lib.is_pooled(config.model):
+      if dpjax.config.is_pooled(config.model):
         config.model.first.num_layers = config.model.last.num_layers = 1
         config.model.num_layers -= 2
       config.model.feed_forward_width = 4 * cell.width
@@ -200,9 +200,9 @@ class Texts:
 
   def prepared(self, cell: Cell):
     """The tokens of the model's text."""
-    from dpjax.run import training
+    from dpjax.runs import launch
 
-    return training.tokenize(self.config(cell), self.work / "prepared" / cell.stem)
+    return launch.tokenize(self.config(cell), self.work / "prepared" / cell.stem)
 
   def batches(self, cell: Cell, reference: Path, data: Any) -> Iterator[dict[str, np.ndarray]]:
     """The batches of the authors' code."""
@@ -280,7 +280,7 @@ class Bench:
 
     from dpjax import interop
     from dpjax.models.build import build_model, with_vocabulary
-    from dpjax.run.run import make_scorer
+    from dpjax.runs.run import make_scorer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     data = self.texts.prepared(cell)
@@ -334,9 +334,9 @@ class Bench:
 
 def optimizer_of_dpjax(rate: Any, grad_clip_norm: float) -> Any:
   """Adam as `config.train.optimizer` builds it."""
-  from dpjax.training import optimizer
+  from dpjax.training import optimizers
 
-  return optimizer.make_optimizer("adam", rate, eps=1e-8, grad_clip_norm=grad_clip_norm)
+  return optimizers.make_optimizer("adam", rate, eps=1e-8, grad_clip_norm=grad_clip_norm)
 
 
 def exact_adam(rate: Any, grad_clip_norm: float) -> Any:

@@ -24,18 +24,20 @@ Hardware, hours: one GPU; about 100,000 steps of 20 x 512 tokens an epoch, up to
 Test perplexity: the paper's 53.32; ours not yet measured
 """
 
+import dpjax
 from configs import dispatcher_wikitext2
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
   config.data.name = "lm1b"
-  config.data.tokenizer = config_lib.tokenizer("wordpiece", file="bert_base_cased", lower_text=True)
+  config.data.tokenizer = dpjax.config.tokenizer(
+    "wordpiece", file="bert_base_cased", lower_text=True
+  )
   config.train.log_every_steps = 100
   config.train.eval_every_steps = 10_000
   config.train.eval_every_epochs = 0.0
   config.train.checkpoint_every_steps = 2_000
   if variant == "tiny":
     config.data.name = "lm1b_tiny"
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

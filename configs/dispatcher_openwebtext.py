@@ -21,18 +21,18 @@ Hardware, hours: one GPU; about 1.8 million steps of 5 x 1,024 tokens, which is 
 Test perplexity: the paper does not report it for this text
 """
 
-from dpjax import config as config_lib
+import dpjax
 
 
 def get_config(variant: str = ""):
-  config = config_lib.default()
-  config.model.mixer = config_lib.mixer("dispatcher")
+  config = dpjax.config.default()
+  config.model.mixer = dpjax.config.mixer("dispatcher")
   config.model.num_layers = 12
   config.model.width = 480
   config.model.feed_forward_width = 480
   config.model.max_length = 1024
   config.data.name = "openwebtext"
-  config.data.tokenizer = config_lib.tokenizer("bpe", file="gpt2")
+  config.data.tokenizer = dpjax.config.tokenizer("bpe", file="gpt2")
   train = config.train
   train.batch_size = 5
   train.learning_rate = 6e-5
@@ -45,4 +45,4 @@ def get_config(variant: str = ""):
   config.sample.top_k = 40
   if variant == "tiny":
     config.data.name = "openwebtext_tiny"
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

@@ -15,11 +15,11 @@ Hardware, hours: one GPU (H200: 2.1 minutes); 120 steps of 20 x 512 tokens an ep
 Test perplexity: the paper's 35.40; ours 35.31
 """
 
+import dpjax
 from configs import dispatcher_wikitext2
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
   config.data.name = "penn_treebank"
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

@@ -14,14 +14,16 @@ Hardware, hours: one GPU, up to 60 epochs; not yet timed
 Test perplexity: the paper's 24.39; ours not yet measured
 """
 
+import dpjax
 from configs import dispatcher_wikitext2
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
   config.data.name = "wikitext103"
-  config.data.tokenizer = config_lib.tokenizer("wordpiece", file="bert_base_cased", lower_text=True)
+  config.data.tokenizer = dpjax.config.tokenizer(
+    "wordpiece", file="bert_base_cased", lower_text=True
+  )
   config.train.learning_rate = 2e-4
   config.train.optimizer.eps = 1e-10
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

@@ -12,19 +12,19 @@ Hardware, hours: one GPU; 243 steps of 20 x 512 tokens an epoch, 60 epochs; not 
 Test perplexity: the paper's 50.23; ours not yet measured
 """
 
-from dpjax import config as config_lib
+import dpjax
 
 
 def get_config(variant: str = ""):
-  config = config_lib.default()
+  config = dpjax.config.default()
   # The authors' single dropout rate also skips levels.
-  config.model.mixer = config_lib.mixer("dispatcher", level_dropout=0.2)
+  config.model.mixer = dpjax.config.mixer("dispatcher", level_dropout=0.2)
   config.model.dropout = 0.2
   config.model.hidden_dropout = 0.2
   config.data.name = "wikitext2"
-  config.data.tokenizer = config_lib.tokenizer(
+  config.data.tokenizer = dpjax.config.tokenizer(
     "wordpiece", file="bert_base_cased", lower_pieces=True, restrict_vocabulary=True
   )
   config.sample.prompt = "the "
   config.sample.top_k = 40
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

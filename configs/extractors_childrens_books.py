@@ -34,7 +34,7 @@ Training cost:   the paper's order SHE < HE < attention_32 ~ WE < attention_1 ~ 
                  4,500: results/extractors_fig11_two_rows.json
 """
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.errors import UserError
 
 MIXERS = ("she", "he", "we", "me", "he_extraction", *(f"attention_{2**i}" for i in range(8)))
@@ -52,15 +52,15 @@ def get_config(variant: str = "she"):
     known = ", ".join((*MIXERS, *FIGURES, "tiny"))
     raise UserError(f"expected a mixer, a figure and tiny, of {known}, got {variant}")
 
-  config = config_lib.default()
+  config = dpjax.config.default()
   model = config.model
   if mixer.startswith("attention"):
     heads = int(mixer.split("_")[1])
-    model.mixer = config_lib.mixer("attention", num_heads=heads, use_bias=False)
+    model.mixer = dpjax.config.mixer("attention", num_heads=heads, use_bias=False)
   elif mixer == "he_extraction":
-    model.mixer = config_lib.mixer("he", adjustment=False, output_projection=False)
+    model.mixer = dpjax.config.mixer("he", adjustment=False, output_projection=False)
   else:
-    model.mixer = config_lib.mixer(mixer)
+    model.mixer = dpjax.config.mixer(mixer)
   model.width = 128
   model.feed_forward_width = 512
   model.num_layers = 18
@@ -71,7 +71,7 @@ def get_config(variant: str = "she"):
   model.init_std = 0.01
 
   config.data.name = "childrens_books"
-  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=5000)
+  config.data.tokenizer = dpjax.config.tokenizer("bpe", vocab_size=5000)
 
   train = config.train
   train.sampling = "random_windows"
@@ -79,7 +79,7 @@ def get_config(variant: str = "she"):
   train.num_steps = 60_000
   train.num_epochs = 0.0
   # PyTorch's default weight decay: the paper does not state it.
-  train.optimizer = config_lib.optimizer("adamw", weight_decay=0.01)
+  train.optimizer = dpjax.config.optimizer("adamw", weight_decay=0.01)
   train.learning_rate = 1e-3
   train.grad_clip_norm = 0.0
   train.eval_every_steps = 5_000
@@ -100,7 +100,7 @@ def get_config(variant: str = "she"):
     config.sample.prompt = "Once upon a time"  # fits in the window
   if "tiny" in words:
     layers, length = model.num_layers, model.max_length
-    config_lib.apply_variant(config, "tiny")
+    dpjax.config.apply_variant(config, "tiny")
     if mixer.startswith("attention"):
       model.mixer.num_heads = min(model.mixer.num_heads, model.width)
     model.num_layers, model.max_length = min(layers, 3), min(length, 32)

@@ -25,16 +25,16 @@ Hardware, hours: small a quarter of an hour on one core of an AMD EPYC
 Test perplexity: small 58.6 (docs/results.md)
 """
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.errors import UserError
 
 
 def get_config(variant: str = ""):
   if variant not in ("", "small", "tiny"):
     raise UserError(f"expected the variant small or tiny, or none, got {variant}")
-  config = config_lib.default()
+  config = dpjax.config.default()
   model = config.model
-  model.mixer = config_lib.mixer("attention", num_heads=4, use_bias=False, rotary_base=10_000.0)
+  model.mixer = dpjax.config.mixer("attention", num_heads=4, use_bias=False, rotary_base=10_000.0)
   model.width = 256
   model.feed_forward_width = 704  # two thirds of 4 * 256, as SwiGLU has three matrices
   model.num_layers = 8
@@ -49,17 +49,17 @@ def get_config(variant: str = ""):
   model.init_std = 0.02
 
   config.data.name = "childrens_books"
-  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=5000)
+  config.data.tokenizer = dpjax.config.tokenizer("bpe", vocab_size=5000)
 
   train = config.train
   train.sampling = "random_windows"
   train.batch_size = 64
   train.num_steps = 10_000
   train.num_epochs = 0.0
-  train.optimizer = config_lib.optimizer("adamw", b2=0.95, weight_decay=0.1)
+  train.optimizer = dpjax.config.optimizer("adamw", b2=0.95, weight_decay=0.1)
   train.learning_rate = 1e-3
   train.weight_decay_mask = "matrices"
-  train.schedule = config_lib.schedule("cosine", warmup_steps=500, min_ratio=0.1)
+  train.schedule = dpjax.config.schedule("cosine", warmup_steps=500, min_ratio=0.1)
   train.grad_clip_norm = 1.0
   train.eval_every_steps = 1_000
   train.eval_every_epochs = 0.0
@@ -73,4 +73,4 @@ def get_config(variant: str = ""):
     train.update(dict(batch_size=16, num_steps=2_000, eval_every_steps=500, learning_rate=4e-3))
     train.schedule.warmup_steps = 100
     variant = ""
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

@@ -13,11 +13,11 @@ Hardware, hours: small a quarter of an hour on one core of an AMD EPYC
 Test perplexity: small 57.0 (docs/results.md)
 """
 
+import dpjax
 from configs import modern_transformer
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = modern_transformer.get_config(variant)
-  config.model.mixer = config_lib.mixer("we")
+  config.model.mixer = dpjax.config.mixer("we")
   return config

@@ -13,11 +13,11 @@ Hardware, hours: one GPU; about 100,000 steps an epoch, up to 60 epochs; not yet
 Test perplexity: the paper's 66.52; ours not yet measured
 """
 
+import dpjax
 from configs import dispatcher_lm1b
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_lm1b.get_config(variant)
-  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
+  config.model.mixer = dpjax.config.mixer("attention", dropout=0.2)
   return config

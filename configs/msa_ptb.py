@@ -13,11 +13,11 @@ Hardware, hours: one GPU (H200: 2 minutes); 120 steps an epoch, 60 epochs; 13.6 
 Test perplexity: the paper's 40.58; ours 40.67
 """
 
+import dpjax
 from configs import dispatcher_ptb
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_ptb.get_config()
-  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
-  return config_lib.apply_variant(config, variant)
+  config.model.mixer = dpjax.config.mixer("attention", dropout=0.2)
+  return dpjax.config.apply_variant(config, variant)

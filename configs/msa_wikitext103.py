@@ -13,13 +13,13 @@ Hardware, hours: one GPU, up to 60 epochs; not yet timed
 Test perplexity: the paper's 22.56; ours not yet measured
 """
 
+import dpjax
 from configs import dispatcher_wikitext103
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext103.get_config()
-  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
+  config.model.mixer = dpjax.config.mixer("attention", dropout=0.2)
   config.train.learning_rate = 1e-4
   config.train.optimizer.eps = 1e-8
-  return config_lib.apply_variant(config, variant)
+  return dpjax.config.apply_variant(config, variant)

@@ -12,11 +12,11 @@ Hardware, hours: one GPU; 243 steps an epoch, 60 epochs; not yet timed
 Test perplexity: the paper's 55.05; ours not yet measured
 """
 
+import dpjax
 from configs import dispatcher_wikitext2
-from dpjax import config as config_lib
 
 
 def get_config(variant: str = ""):
   config = dispatcher_wikitext2.get_config()
-  config.model.mixer = config_lib.mixer("attention", dropout=0.2)
-  return config_lib.apply_variant(config, variant)
+  config.model.mixer = dpjax.config.mixer("attention", dropout=0.2)
+  return dpjax.config.apply_variant(config, variant)

@@ -55,7 +55,7 @@ the segments of a batch's longest row, which is probably what the paper means).
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.errors import UserError
 
 FIXED = {f"fixed{factor}": factor for factor in (2, 3, 4)}
@@ -96,11 +96,11 @@ def configure(variant: str, texts: Mapping[str, Text]):
       f"of {', '.join(filter(None, known))}, got {variant}"
     )
 
-  config = config_lib.default()
+  config = dpjax.config.default()
   model = config.model
-  model.mixer = config_lib.mixer("relative_attention", num_heads=8, dropout=0.1)
+  model.mixer = dpjax.config.mixer("relative_attention", num_heads=8, dropout=0.1)
   kind = "fixed" if name in FIXED else name.partition("_")[0]
-  model.boundaries = config_lib.boundaries(
+  model.boundaries = dpjax.config.boundaries(
     kind,
     **{
       "fixed": dict(shortening_factor=FIXED.get(name)),
@@ -130,7 +130,7 @@ def configure(variant: str, texts: Mapping[str, Text]):
   train.num_epochs = 0.0
   train.learning_rate = 2.5e-4
   train.grad_clip_norm = 0.25
-  train.schedule = config_lib.schedule("cosine", warmup_steps=4_000)
+  train.schedule = dpjax.config.schedule("cosine", warmup_steps=4_000)
   train.log_every_steps = 100
   train.eval_every_steps = 10_000
   train.eval_every_epochs = 0.0
@@ -151,11 +151,11 @@ def configure(variant: str, texts: Mapping[str, Text]):
 
 
 def _make_tiny(config) -> None:
-  config_lib.apply_variant(config, "tiny")
+  dpjax.config.apply_variant(config, "tiny")
   model = config.model
   config.data.name += "_tiny"
   config.eval.stride = model.max_length // 4
-  if config_lib.is_pooled(model):
+  if dpjax.config.is_pooled(model):
     model.first.num_layers = model.last.num_layers = 1
   if "num_buckets" in model.boundaries:
     model.boundaries.num_buckets = 3

@@ -21,7 +21,7 @@ STORY = (
 MANUAL = "The statement raises an exception if the name of the module is not found in the package."
 
 
-def hnet() -> dpjax.run.Run:
+def hnet() -> dpjax.runs.Run:
   """The H-Net of pages/hnet.html, trained if it is missing."""
   folder = ROOT / "runs/look_hnet"
   if not folder.exists():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.config import registry, sections
 from dpjax.config.registry import Setting
 
@@ -103,11 +103,11 @@ def table(rows: list[str]) -> str:
 
 def page() -> str:
   """The full page."""
-  config, parts = config_lib.default(), [_INTRODUCTION]
+  config, parts = dpjax.config.default(), [_INTRODUCTION]
   components = tuple(f"{key}." for key in sections.component_keys(config))
   settings = {
     key: setting
-    for key, _, setting in config_lib.walk(config)
+    for key, _, setting in dpjax.config.walk(config)
     if not f"{key}.".startswith(components)
   }
   for section in ("model", "data", "train", "eval", "sample", ""):

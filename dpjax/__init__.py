@@ -17,7 +17,7 @@ if TYPE_CHECKING:
   from dpjax import layers as layers
   from dpjax import models as models
   from dpjax import ops as ops
-  from dpjax import run as run
+  from dpjax import runs as runs
   from dpjax import testing as testing
   from dpjax import text as text
   from dpjax import training as training
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
   from dpjax.config.registry import register_schedule as register_schedule
   from dpjax.errors import UserError as UserError
   from dpjax.models.build import build_model as build_model
-  from dpjax.run import load as load
-  from dpjax.run import train as train
+  from dpjax.runs import load as load
+  from dpjax.runs import train as train
 else:
   from dpjax import lazy
 

@@ -13,7 +13,7 @@ def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
   A package lists its public names once, as imports for type checkers:
 
     if TYPE_CHECKING:
-      from dpjax.layers.dispatcher import Dispatcher as Dispatcher
+      from dpjax.layers.dispatcher import Dispatcher
     else:
       from dpjax import lazy
 

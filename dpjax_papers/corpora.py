@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpjax.data.corpus import register_corpus
 from dpjax.data.readers import BLOCK_BYTES, damage, line_pattern, read_records
 from dpjax.data.remote import File, Files, Source, register_vocabulary
-from dpjax.data.text import SPLITS
+from dpjax.data.sources import register_corpus
+from dpjax.data.text_file import SPLITS
 from dpjax.errors import UserError
 from dpjax_papers import archives
 from dpjax_papers.cleaning import LANGUAGES, clean_chunks

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpjax.analysis import plots, style
-from dpjax.analysis import runs as runs_lib
-from dpjax.analysis.runs import Record, setting
+from dpjax.analysis import curves, plots, style
+from dpjax.analysis.curves import Record, setting
 from dpjax.errors import exit_on_user_error, unknown
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ FIGURES = ("every_batch", *_SIZES)
 
 
 def draw(runs: Sequence[Record], figure: str, every: int = 2000, width: float = 9.0) -> "Figure":
-  """Draws runs, from `dpjax.analysis.runs.read_runs`.
+  """Draws runs, from `dpjax.analysis.curves.read_runs`.
 
   Args:
     runs: at least one, each with `every` updates or more.
@@ -65,10 +64,10 @@ def _draw_sizes(
   axes: "Axes", runs: Sequence[Record], every: int, setting_and_name: tuple[str, str]
 ) -> None:
   """Draws the last medians over a setting, a line for each label or mixer."""
-  (key, name), labels = setting_and_name, [x.label or runs_lib.mixer_name(x.config) for x in runs]
-  for i, (label, group) in enumerate(runs_lib.group(labels, runs).items()):
-    medians = [runs_lib.last_median(run.losses, every) for run in group]
-    by_size = runs_lib.group([setting(run.config, key) for run in group], medians)
+  (key, name), labels = setting_and_name, [x.label or curves.mixer_name(x.config) for x in runs]
+  for i, (label, group) in enumerate(curves.group(labels, runs).items()):
+    medians = [curves.last_median(run.losses, every) for run in group]
+    by_size = curves.group([setting(run.config, key) for run in group], medians)
     sizes = sorted(by_size)
     means = [np.mean(by_size[size]) for size in sizes]
     axes.plot(sizes, means, **style.line(i), label=label, marker="o")
@@ -93,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   with exit_on_user_error(vars(options)):
     out = options.out or f"{options.figure}.png"
     plots.check_suffix(out)
-    runs = runs_lib.read_runs(options.run_folder, options.labels and options.labels.split(","))
+    runs = curves.read_runs(options.run_folder, options.labels and options.labels.split(","))
     every = plots.default_every(runs) if options.every is None else options.every
     picture = draw(runs, options.figure, every, options.width)
     allowed = ["model.mixer", *_SIZES.get(options.figure, ())[:1]]
-    plots.report(runs_lib.cost_table(runs, every), runs, allowed)
+    plots.report(curves.cost_table(runs, every), runs, allowed)
     plots.write(picture, out)
     print(f"\nThe figure: {out}")
 

@@ -43,8 +43,7 @@ from dpjax import files
 from dpjax.analysis import style
 from dpjax.config import registry
 from dpjax.errors import UserError, exit_on_user_error, unknown
-from dpjax.training import losses
-from dpjax.training import optimizer as optimizers
+from dpjax.training import losses, optimizers
 from dpjax.training.trainer import Trainer
 
 SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3

@@ -28,8 +28,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpjax import run as run_lib
-from dpjax.commands import parser as command_line
+import dpjax
+from dpjax.commands import command_line
 from dpjax.config import ConfigDict
 from dpjax.errors import UserError
 from dpjax.files import read_json, write_json
@@ -189,7 +189,7 @@ def _tokenize(job: _Job, folder: Path) -> None:
   if not target.exists():
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(run_lib.tokenize(config, workdir).folder, partial)
+    shutil.copytree(dpjax.runs.tokenize(config, workdir).folder, partial)
     partial.rename(target)
   print(f"{job.row.name}: {target}", flush=True)
 

@@ -15,17 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
+import dpjax
 from dpjax import __version__
-from dpjax import config as config_lib
-from dpjax import run as run_lib
-from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import curves
 from dpjax.config import ConfigDict
 from dpjax.data import batches as batches_lib
 from dpjax.errors import Interrupted, UserError
 from dpjax.models import build
-from dpjax.run import training
+from dpjax.runs import launch
 from dpjax.training import checkpoints, sharding
-from dpjax.training.loop import NonFiniteError
+from dpjax.training.reporting import NonFiniteError
 from reproduce import scales
 
 MEASURED = 30  # updates timed to estimate a row's time
@@ -48,11 +47,11 @@ class Plan:
   @classmethod
   def make(cls, config: ConfigDict, folder: Path) -> "Plan":
     """Opens the tokens of a run, and makes them if they are missing."""
-    data = run_lib.tokenize(config, folder)
+    data = dpjax.runs.tokenize(config, folder)
     config = build.with_vocabulary(config, data.tokenizer)
-    batches = training.make_batches(config, data)
+    batches = launch.make_batches(config, data)
     num_steps, every = (
-      config_lib.steps_in(config.train, name, steps_per_epoch=batches.steps_per_epoch)
+      dpjax.config.steps_in(config.train, name, steps_per_epoch=batches.steps_per_epoch)
       for name in ("num", "eval_every")
     )
     evaluations = -(-num_steps // every)
@@ -67,7 +66,7 @@ class Plan:
   def compile(self) -> None:
     """Compiles an update into JAX's persistent cache."""
     model = build.build_model(self.config.model)
-    trainer = training.make_trainer(self.config, model, self.num_steps)
+    trainer = launch.make_trainer(self.config, model, self.num_steps)
     mesh = sharding.make_mesh()
     state, batch = trainer.abstract_state(mesh), self.batches.batch(0)
     size = trainer.capacity(batch)
@@ -149,9 +148,9 @@ def train(
     saved = checkpoints.find_complete(folder / "checkpoints")
     done = int(saved[0].name) if saved else 0
     clock = Clock(end, plan, done, compile_following)
-    run, found = run_lib.train(config, folder, should_stop=clock)
-    losses = runs_lib.read_losses(folder)
-    found["median_cost"] = runs_lib.last_median(losses, median_every(losses))
+    run, found = dpjax.runs.train(config, folder, should_stop=clock)
+    losses = curves.read_losses(folder)
+    found["median_cost"] = curves.last_median(losses, median_every(losses))
     if AUTHORS in scores:
       with contextlib.suppress(UserError):  # if the text is too short for ten rows
         found[AUTHORS] = authors_perplexity(run)
@@ -214,10 +213,10 @@ def median_every(losses: Any) -> int:
 
 def curve(folder: Path) -> dict[str, Any]:
   """The costs of a run by update: `POINTS` means, and validation, in nats per token."""
-  losses, logged = runs_lib.read_losses(folder), runs_lib.read_scores(folder)
+  losses, logged = curves.read_losses(folder), curves.read_scores(folder)
   every = max(1, len(losses) // POINTS)
   window = median_every(losses)
-  medians = map(float, runs_lib.medians(losses, window))
+  medians = map(float, curves.medians(losses, window))
   parts = (losses[i : i + every] for i in range(0, len(losses), every))
 
   def rounded(values: Mapping[int, float]) -> dict[str, float]:

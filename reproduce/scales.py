@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.config import ConfigDict, Data
-from dpjax.data import corpus as corpus_lib
-from dpjax.data.text import write_texts
+from dpjax.data import sources
+from dpjax.data.text_file import write_texts
 from dpjax.errors import UserError
-from dpjax_papers import corpora as corpora  # registers the papers' corpora
+from dpjax_papers import corpora as _corpora  # noqa: F401  (registers the papers' corpora)
 
 SCALES = ("tiny", "cpu", "paper")
 # Settings of paths and output, which change no numbers.
@@ -55,7 +55,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
   },
   "tiny": {
     "all": dict(
-      data=dict(name=corpus_lib.PYTHON_MANUAL, tokenizer=dict(file="", vocab_size=300)),
+      data=dict(name=sources.PYTHON_MANUAL, tokenizer=dict(file="", vocab_size=300)),
       train=dict(batch_size=8, checkpoint_every_steps=4) | _steps(4, 2),
     ),
     "dispatcher": dict(model=dict(num_layers=2, width=12, feed_forward_width=20, max_length=17)),
@@ -95,23 +95,23 @@ def configure(name: str, scale: str) -> ConfigDict:
   family = Path(name.partition(":")[0]).stem.partition("_")[0].replace("msa", "dispatcher")
   changes = dict(_UNSET)
   for part in ("all", family):
-    changes |= config_lib.flatten(_CHANGES[scale][part])
+    changes |= dpjax.config.flatten(_CHANGES[scale][part])
   for word, (varied, num_steps) in _FIGURES.items():
     if f",{word}" in name:
       changes = {key: value for key, value in changes.items() if key not in varied}
       if scale == "cpu":
-        changes |= config_lib.flatten({"train": _steps(num_steps, num_steps)})
+        changes |= dpjax.config.flatten({"train": _steps(num_steps, num_steps)})
   if scale == "cpu":
     if config.train.init_from:
       changes["train.learning_rate"] /= 6  # the ratio of the paper's two rates
-  is_vanilla = not config_lib.is_pooled(config.model)
+  is_vanilla = not dpjax.config.is_pooled(config.model)
   if family == "pooling" and is_vanilla and "model.num_layers" in changes:
     for side in ("first", "last"):
       changes["model.num_layers"] += changes.pop(f"model.{side}.num_layers")
   config.unlock()
   for key, value in changes.items():
     parent, _, setting = key.rpartition(".")
-    section = config_lib.get(config, parent)
+    section = dpjax.config.get(config, parent)
     # Not all boundaries and tokenizers have it.
     if parent not in ("model.boundaries", "data.tokenizer") or setting in section:
       section[setting] = value
@@ -129,7 +129,7 @@ def changes(name: str, scale: str) -> dict[str, list]:
 
 def settings(config: ConfigDict) -> dict[str, Any]:
   """The settings that change numbers, as JSON values: {"model.width": 512}."""
-  found = {x: y for x, y in config_lib.flatten(config).items() if not x.startswith(_FREE)}
+  found = {x: y for x, y in dpjax.config.flatten(config).items() if not x.startswith(_FREE)}
   return json.loads(json.dumps(found))
 
 
@@ -142,7 +142,7 @@ def cut(config: ConfigDict, scale: str) -> None:
   data = config.data
   if scale not in MAX_CHARACTERS or data.path and Path(data.path, "train.bin").exists():
     return
-  corpus = corpus_lib.load_corpus(
+  corpus = sources.load_corpus(
     Data(data.name, path=data.path, data_dir=data.data_dir, manual_dir=data.manual_dir)
   )
   sizes = dict(zip(corpus.splits, MAX_CHARACTERS[scale], strict=True))
@@ -172,8 +172,8 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
   Raises:
     ValueError: the folder has no such text, or more than one.
   """
-  wanted, names = config.data.name, {*corpus_lib.SOURCES}
-  is_manual = wanted == corpus_lib.PYTHON_MANUAL and not Path(folder, wanted).exists()
+  wanted, names = config.data.name, {*sources.SOURCES}
+  is_manual = wanted == sources.PYTHON_MANUAL and not Path(folder, wanted).exists()
   if not folder or is_manual:
     return wanted, None
   found = {}

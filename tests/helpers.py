@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.__main__ import main as dpjax_main
 from dpjax.config import registry, sections
 from dpjax.config.schema import Data
-from dpjax.data import corpus
+from dpjax.data import sources
 from dpjax.models import build
-from dpjax.training import losses, optimizer
+from dpjax.training import losses, optimizers
 from dpjax.training.trainer import Trainer, TrainState
 
 ROOT = Path(__file__).parents[1]
@@ -37,9 +37,9 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
   return path
 
 
-def load_corpus(name: str = "python_manual", path="", **settings) -> corpus.Corpus:
+def load_corpus(name: str = "python_manual", path="", **settings) -> sources.Corpus:
   """The corpus of some settings of `config.data`."""
-  return corpus.load_corpus(Data(name=name, path=str(path) if path else "", **settings))
+  return sources.load_corpus(Data(name=name, path=str(path) if path else "", **settings))
 
 
 def vocabulary(name: str, size: int) -> dict[str, int]:
@@ -63,7 +63,7 @@ def model_settings(mixer="relative_attention", boundaries="none", **changes):
     boundaries = component(registry.boundaries, boundaries, num_buckets=2)
   usual = dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=2, max_length=29)
   usual |= dict(positions="none", activation="gelu", mixer=mixer, boundaries=boundaries)
-  config = config_lib.default_model()
+  config = dpjax.config.default_model()
   config.update({**usual, **changes})
   return config
 
@@ -78,10 +78,10 @@ def objective(boundaries: str = "none", **settings) -> losses.Objective:
 
 def small_config(text: Path, **train):
   """A Dispatcher that takes a second to compile, on the text."""
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.data.path = str(text)
   config.data.data_dir = str(text.parent / "data_dir")
-  config.model.mixer = config_lib.mixer("dispatcher", num_heads=3, level_dropout=0.1)
+  config.model.mixer = dpjax.config.mixer("dispatcher", num_heads=3, level_dropout=0.1)
   sizes = dict(num_layers=2, width=12, feed_forward_width=20, max_length=19)
   config.model.update(dropout=0.1, hidden_dropout=0.1, **sizes)
   steps = dict(num_steps=12, num_epochs=0.0, eval_every_steps=6, eval_every_epochs=0.0)
@@ -199,7 +199,7 @@ def assert_trees_close(tree, expected, **tolerance) -> None:
 def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) -> None:
   """Our losses and gradient norms are those of the authors' first updates by Adam."""
   rates = jnp.asarray(arrays["out/lrs"])
-  update = optimizer.make_optimizer(
+  update = optimizers.make_optimizer(
     "adam", lambda k: rates[k], b1=0.9, b2=0.999, eps=eps, grad_clip_norm=grad_clip_norm
   )
   state = TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
@@ -224,10 +224,10 @@ def overrides(config) -> list[str]:
   """The flags that make configs/quickstart.py the given configuration."""
   flags = []
   for key in sections.component_keys(config):
-    section = config_lib.get(config, key)
+    section = dpjax.config.get(config, key)
     if section is not None:
       flags.append(f"--config.{key}={section.name}")
-  for key, value in config_lib.flatten(config).items():
+  for key, value in dpjax.config.flatten(config).items():
     if isinstance(value, bool):
       flags.append(f"--{'' if value else 'no'}config.{key}")
     elif value is not None and not key.endswith(".name") or key == "data.name":

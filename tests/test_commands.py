@@ -12,7 +12,6 @@ import pytest
 
 import dpjax
 from dpjax import __main__ as command
-from dpjax import config as config_lib
 from tests import helpers
 
 ROOT = Path(__file__).parents[1]
@@ -38,25 +37,25 @@ def test_every_command_shows_its_own_help(name, capsys):
 
 def test_an_experiment_has_one_configuration_by_name_and_by_file():
   for name in ("quickstart", "dispatcher_ptb:tiny"):
-    by_name, (stem, _, variant) = config_lib.load(name), name.partition(":")
-    assert by_name == config_lib.load(f"{ROOT}/configs/{stem}.py:{variant}")
-    assert by_name == config_lib.load(f"configs/{stem}.py:{variant}")
+    by_name, (stem, _, variant) = dpjax.config.load(name), name.partition(":")
+    assert by_name == dpjax.config.load(f"{ROOT}/configs/{stem}.py:{variant}")
+    assert by_name == dpjax.config.load(f"configs/{stem}.py:{variant}")
 
 
 def test_what_is_no_experiment_is_refused(tmp_path, monkeypatch):
   with pytest.raises(dpjax.UserError, match="one of dispatcher_.*quickstart, got quickstrat"):
-    config_lib.load("quickstrat")
+    dpjax.config.load("quickstrat")
   (tmp_path / "config.json").write_text("{}")
   with pytest.raises(dpjax.UserError, match="^--config: .* without a variant, got .*:tiny$"):
-    config_lib.load(f"{tmp_path}:tiny")
+    dpjax.config.load(f"{tmp_path}:tiny")
   # The letter of a drive begins no variant.
   monkeypatch.setattr("os.path.splitdrive", ntpath.splitdrive)
   with pytest.raises(dpjax.UserError, match=r"got D:\\mine\.py$"):
-    config_lib.load(r"D:\mine.py:tiny")
+    dpjax.config.load(r"D:\mine.py:tiny")
 
 
 def test_files_of_the_user_come_first_and_hide_no_packaged_experiment(tmp_path, monkeypatch):
-  expected = config_lib.load("dispatcher_ptb:tiny")
+  expected = dpjax.config.load("dispatcher_ptb:tiny")
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   for folder in ("dispatcher_ptb", "configs"):
@@ -64,12 +63,12 @@ def test_files_of_the_user_come_first_and_hide_no_packaged_experiment(tmp_path, 
   Path("configs/__init__.py").touch()
   # Theirs comes first for their files, ours for packaged ones.
   Path("configs/dispatcher_wikitext2.py").write_text("raise ValueError('theirs')\n")
-  assert config_lib.load("dispatcher_ptb:tiny") == expected
+  assert dpjax.config.load("dispatcher_ptb:tiny") == expected
   Path("mine.py").write_text("from configs import dispatcher_wikitext2\n")
   with pytest.raises(dpjax.UserError, match="theirs"):
-    config_lib.load("mine.py")
+    dpjax.config.load("mine.py")
   Path("quickstart").write_text("from configs.modern_we import get_config\n")
-  assert config_lib.load("quickstart:tiny") == config_lib.load("modern_we:tiny")
+  assert dpjax.config.load("quickstart:tiny") == dpjax.config.load("modern_we:tiny")
 
 
 def test_packaged_experiments_are_found_in_a_wheel(tmp_path):

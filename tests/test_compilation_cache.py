@@ -16,7 +16,7 @@ SCRIPT = """
 import collections, json, sys
 import jax
 from jax import monitoring
-from dpjax.commands import parser as command_line
+from dpjax.commands import command_line
 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 events = collections.Counter()

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from dpjax import config as config_lib
-from dpjax.analysis import compile as compile_lib
-from dpjax.analysis import devices
+import dpjax
+from dpjax.analysis import compilation, devices
 from dpjax.config import registry
 from dpjax.errors import UserError
 from tests import helpers, test_snippets
@@ -25,7 +24,7 @@ SIZES = dict(vocab_size=41, width=24, feed_forward_width=56, num_layers=2, max_l
 
 
 def small(boundaries="none", mixer="attention", **model):
-  config = config_lib.default()
+  config = dpjax.config.default()
   if boundaries != "none":
     model |= dict(first=dict(num_layers=1), last=dict(num_layers=1))
   config.model = helpers.model_settings(mixer, boundaries, **{**SIZES, **model})
@@ -34,7 +33,7 @@ def small(boundaries="none", mixer="attention", **model):
 
 
 def test_counts_what_a_step_takes_and_tells_whether_it_fits():
-  found = compile_lib.compile_steps(small(), "cpu")
+  found = compilation.compile_steps(small(), "cpu")
   assert found["devices"] == 1 and [*found["steps"]] == ["train", "evaluate", "generate"]
   train, evaluate, generate = found["steps"].values()
   assert all(x["fits"] and not x["collectives"] for x in (train, evaluate, generate))
@@ -47,12 +46,12 @@ def test_counts_what_a_step_takes_and_tells_whether_it_fits():
   products = 2 * tokens * (2 * (4 * d * d + 2 * d * f + 2 * 48 * d) + d * v)
   assert evaluate["operations"] == products
   assert generate["operations"] < evaluate["operations"] / 40
-  assert "1 x " in compile_lib.table(found) and ": fits, " in compile_lib.table(found)
+  assert "1 x " in compilation.table(found) and ": fits, " in compilation.table(found)
   evaluate |= {"fits": False, "needed_gib": found["memory_gib"] + 2.5}
-  assert "does not fit, by 2.50 GiB" in compile_lib.table(found)
+  assert "does not fit, by 2.50 GiB" in compilation.table(found)
   message = "RESOURCE_EXHAUSTED: too big"
   train = {"operations": 0, "needed_gib": 15.8, "fits": False, "refused": message}
-  shown = compile_lib.table({**found, "memory_gib": 16.0, "steps": {"train": train}})
+  shown = compilation.table({**found, "memory_gib": 16.0, "steps": {"train": train}})
   assert "15.80 GiB" in shown and f"refused it ({message})" in shown
   assert "does not fit" in shown  # The compiler keeps some memory for itself.
 
@@ -64,12 +63,12 @@ def test_operations_of_loops_and_branches():
 
   x, y = np.ones((2, 3)), np.ones((3, 3))
   jaxpr = jax.make_jaxpr(function)(x, y).jaxpr
-  assert compile_lib.count_operations(jaxpr) == (5 + 2) * 2 * (2 * 3 * 3)
+  assert compilation.count_operations(jaxpr) == (5 + 2) * 2 * (2 * 3 * 3)
 
 
 def test_parameters_are_told_by_part():
   config = small("fixed")
-  found = compile_lib.compile_steps(config, "cpu", steps=())
+  found = compilation.compile_steps(config, "cpu", steps=())
   parts, (d, f, v) = found["parts"], (24, 56, 41)
   assert sum(parts.values()) == found["parameters"]
   assert parts["first.mixer"] * 2 == parts["middle.mixer"]
@@ -85,7 +84,7 @@ def quick(monkeypatch):
     rows = jax.tree.leaves(program[1][1])[0].shape[0]
     return {"operations": 0, "needed_gib": 0.5, "fits": rows < 99, "refused": "by a test"}
 
-  monkeypatch.setattr(compile_lib, "_measure", measure)
+  monkeypatch.setattr(compilation, "_measure", measure)
 
 
 def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, monkeypatch, capsys):
@@ -121,8 +120,8 @@ def test_a_dry_run_tells_what_training_takes_and_trains_nothing(quick, finished,
 
 
 def test_no_batch_may_fit(monkeypatch):
-  monkeypatch.setattr(compile_lib, "_measure", lambda *_: {"fits": False})
-  assert compile_lib.largest_batch(small(), "cpu") == 0
+  monkeypatch.setattr(compilation, "_measure", lambda *_: {"fits": False})
+  assert compilation.largest_batch(small(), "cpu") == 0
 
 
 def test_every_command_of_the_documentation_is_taken(monkeypatch, capsys):
@@ -132,7 +131,7 @@ def test_every_command_of_the_documentation_is_taken(monkeypatch, capsys):
     rows = jax.tree.leaves(program[1][1])[0].shape[0]
     return {"operations": 0, "needed_gib": 3.0, "fits": rows < 99, "refused": "by a test"}
 
-  monkeypatch.setattr(compile_lib, "_measure", measure)
+  monkeypatch.setattr(compilation, "_measure", measure)
   monkeypatch.setattr(devices, "prepare", lambda: None)
   tpu = devices.DEVICES["v5e"], jax.devices()
   monkeypatch.setattr(devices, "find", lambda topology: topology and tpu)
@@ -149,7 +148,7 @@ def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():
   config = small("whitespace")
   config.model.boundaries.space_ids = (0,)
   few, all_of_them = (
-    compile_lib._Programs(config, jax.devices()[:1], segments).evaluate()[2]["capacity"]
+    compilation._Programs(config, jax.devices()[:1], segments).evaluate()[2]["capacity"]
     for segments in (5, 0)
   )
   assert few < all_of_them == 49
@@ -167,9 +166,9 @@ def test_wrong_input_is_refused(changes, topology, expected, monkeypatch):
   missing = SimpleNamespace(find_spec=lambda name: None)
   monkeypatch.setattr(devices.importlib, "util", missing)
   with pytest.raises(UserError, match=expected):
-    compile_lib.compile_steps(small(**changes), topology)
+    compilation.compile_steps(small(**changes), topology)
   with pytest.raises(UserError, match="^steps: .*got training; did you mean train"):
-    compile_lib.compile_steps(small(), "cpu", steps=["training"])
+    compilation.compile_steps(small(), "cpu", steps=["training"])
 
 
 def test_a_vocabulary_is_known_where_the_tokenizer_tells():
@@ -179,22 +178,22 @@ def test_a_vocabulary_is_known_where_the_tokenizer_tells():
     (dict(name="bytes"), 256),
     (dict(name="bpe", file="gpt2"), 50_257),
   ):
-    config.data.tokenizer = config_lib.tokenizer(**settings)
-    assert compile_lib._with_vocabulary(config).model.vocab_size == size
+    config.data.tokenizer = dpjax.config.tokenizer(**settings)
+    assert compilation._with_vocabulary(config).model.vocab_size == size
 
 
 def compiled_training(parameters, **model):
   """A compiled update on all devices, of one layer, so that only the operators have loops."""
   config = small(vocab_size=40, num_layers=1, **model)
   config.train.param_sharding = parameters
-  programs = compile_lib._Programs(config, jax.devices(), 0)
+  programs = compilation._Programs(config, jax.devices(), 0)
   step, arguments, options = programs.train()
   return step.lower(*arguments, **options).compile().as_text(), programs.parts
 
 
 def test_sharded_parameters_are_gathered_and_activations_stay():
   text, parts = compiled_training("fsdp", activation="swiglu")
-  assert {*compile_lib._COLLECTIVE.findall(text)} == {"all-gather", "all-reduce"}
+  assert {*compilation._COLLECTIVE.findall(text)} == {"all-gather", "all-reduce"}
 
   def numbers(kind):
     shapes = re.findall(r"[fsu]32\[([\d,]*)\]", " ".join(re.findall(rf" = (.*) {kind}\(", text)))
@@ -210,7 +209,7 @@ def test_sharded_parameters_are_gathered_and_activations_stay():
 def test_relative_positions_are_gathered_before_the_tiles():
   text, _ = compiled_training("replicated", mixer="relative_attention", max_length=264)
   # Its loop over six tiles would gather what a program gathers before it.
-  assert compile_lib._COLLECTIVE.findall(text).count("all-gather") <= 1
+  assert compilation._COLLECTIVE.findall(text).count("all-gather") <= 1
 
 
 BOUNDARIES = [x for x in registry.boundaries.names() if x not in ("none", "entropy_threshold")]
@@ -225,7 +224,7 @@ def test_every_model_trains_on_every_platform(mixer, boundaries):
     config.model.mixer.head_width = 8
   if "dispatcher" in mixer:  # A kernel is lowered for a kind of GPU, which a CPU does not tell.
     config.model.mixer.implementation = "recompute"
-  programs = compile_lib._Programs(compile_lib._with_vocabulary(config), jax.devices()[:1], 0)
+  programs = compilation._Programs(compilation._with_vocabulary(config), jax.devices()[:1], 0)
   step, arguments, options = programs.train()
   traced = step.trace(*arguments, **options)
   texts = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "cuda", "tpu")}

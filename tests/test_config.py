@@ -10,7 +10,6 @@ import ml_collections
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.config import loading, schema, sections
 from dpjax.config.setting import Setting
 from tests import helpers
@@ -18,17 +17,17 @@ from tests import helpers
 
 def changed(settings: dict):
   """The default configuration with settings changed, whatever their types."""
-  config = config_lib.default()
+  config = dpjax.config.default()
   for key, value in settings.items():
     sections.set_value(config, key, value)
   return config
 
 
 def test_the_name_of_a_component_is_its_section():
-  expected = changed({"model.mixer": config_lib.mixer("we")})
-  expected.model.boundaries = config_lib.boundaries("fixed")
-  expected.train.optimizer = config_lib.optimizer("adamw")
-  config = config_lib.default()
+  expected = changed({"model.mixer": dpjax.config.mixer("we")})
+  expected.model.boundaries = dpjax.config.boundaries("fixed")
+  expected.train.optimizer = dpjax.config.optimizer("adamw")
+  config = dpjax.config.default()
   for mine in (config, copy.deepcopy(config), config.copy_and_resolve_references()):
     mine.model.mixer, mine.model.boundaries, mine.train.optimizer = "we", "fixed", "adamw"
     assert mine == expected and expected == mine
@@ -38,11 +37,11 @@ def test_the_name_of_a_component_is_its_section():
   assert plain == expected and expected == plain
   config.model = plain.model
   config.model.mixer = "me"
-  assert config.model.mixer == config_lib.mixer("me")
+  assert config.model.mixer == dpjax.config.mixer("me")
   with plain.train.ignore_type():
     plain.train.optimizer = "adamw"
   with pytest.raises(dpjax.UserError, match="^train.optimizer: .*section.*, got 'adamw'"):
-    config_lib.check(plain)
+    dpjax.config.check(plain)
 
 
 def test_paths_may_begin_with_a_tilde(monkeypatch):
@@ -50,17 +49,17 @@ def test_paths_may_begin_with_a_tilde(monkeypatch):
   keys = "data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from"
   paths = {key: f"~/{key}" for key in [*keys.split(), "model.boundaries.file"]}
   config = changed({"model.boundaries": "unigram", "data.separator": "~/x", **paths})
-  expanded = config_lib.flatten(sections.expand_paths(config))
-  before = config_lib.flatten(config)
+  expanded = dpjax.config.flatten(sections.expand_paths(config))
+  before = dpjax.config.flatten(config)
   changes = {key: x for key, x in expanded.items() if x != before[key]}
   assert changes == {key: f"/home/somebody/{key}" for key in paths}
-  config.model.boundaries = config_lib.boundaries("entropy_threshold", run="~/f", theta=1.5)
+  config.model.boundaries = dpjax.config.boundaries("entropy_threshold", run="~/f", theta=1.5)
   assert sections.expand_paths(config).model.boundaries.run == "/home/somebody/f"
 
 
 def pooled():
   """A configuration with settings of every section."""
-  return changed({"model.boundaries": "gumbel", "model.middle": config_lib.middle()})
+  return changed({"model.boundaries": "gumbel", "model.middle": dpjax.config.middle()})
 
 
 def wrong_values(setting: Setting):
@@ -82,12 +81,12 @@ def wrong_values(setting: Setting):
     yield 2**31, "an integer below 2**31"
 
 
-ALL = [(key, setting) for key, _, setting in config_lib.walk(pooled())]
+ALL = [(key, setting) for key, _, setting in dpjax.config.walk(pooled())]
 
 
 def test_every_setting_has_a_meaning():
   of_component = re.compile(r"model\.(mixer|boundaries)|data.tokenizer|train\.(optimizer|schedule)")
-  for key, _, setting in config_lib.walk(config_lib.default()):
+  for key, _, setting in dpjax.config.walk(dpjax.config.default()):
     assert setting.meaning or of_component.match(key), key
 
 
@@ -100,7 +99,7 @@ def test_every_setting_refuses_other_types_and_what_is_out_of_range(key, setting
       expected = "one of "
     message = f"^{re.escape(key.removesuffix('.name'))}[.a-z]*: expected {re.escape(expected)}"
     with pytest.raises(dpjax.UserError, match=message) as error:
-      config_lib.check(config)
+      dpjax.config.check(config)
     assert "\n" not in str(error.value)
 
 
@@ -148,7 +147,7 @@ REFUSED = helpers.cases(r"""
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
 def test_what_cannot_run_is_refused(settings, message):
-  config = config_lib.default()
+  config = dpjax.config.default()
   for setting in settings.split():
     before = copy.deepcopy(config)
     key, _, text = setting.partition("=")
@@ -156,24 +155,24 @@ def test_what_cannot_run_is_refused(settings, message):
       sections.set_value(config, key, ast.literal_eval(text))
     except (SyntaxError, ValueError):
       sections.set_value(config, key, text)
-  config_lib.check(before)
+  dpjax.config.check(before)
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
-    config_lib.check(config)
+    dpjax.config.check(config)
 
 
 def test_stage_multipliers_auto_is_the_rule_of_the_paper():
   config = changed({"model.boundaries": "routing", "model.boundaries.factor": 3.0})
   config.train.stage_multipliers = "auto"
   config.model.width, n = 40, 4.6
-  assert config_lib.stage_multipliers(config) == pytest.approx((n**0.5, (n / 3) ** 0.5))
-  config.model.middle = config_lib.middle(config_lib.boundaries("gumbel", prior=0.5), width=60)
-  config.model.middle.middle = config_lib.middle(width=100)
+  assert dpjax.config.stage_multipliers(config) == pytest.approx((n**0.5, (n / 3) ** 0.5))
+  config.model.middle = dpjax.config.middle(dpjax.config.boundaries("gumbel", prior=0.5), width=60)
+  config.model.middle.middle = dpjax.config.middle(width=100)
   # D^S / D^s is 100 / 40, 100 / 60 and 1.
   expected = [(n * 2.5) ** 0.5, (n / 3 * 100 / 60) ** 0.5, (n / 6) ** 0.5]
-  config = config_lib.from_dict(config.to_dict())
-  assert config_lib.stage_multipliers(config) == pytest.approx(expected)
+  config = dpjax.config.from_dict(config.to_dict())
+  assert dpjax.config.stage_multipliers(config) == pytest.approx(expected)
   config, _ = loading.override(config, ["--config.train.stage_multipliers=3,1.5,0.5"])
-  assert config_lib.stage_multipliers(config) == (3.0, 1.5, 0.5)
+  assert dpjax.config.stage_multipliers(config) == (3.0, 1.5, 0.5)
   config, _ = loading.override(config, ["--config.train.stage_multipliers=auto"])
   assert config.train.stage_multipliers == "auto"
 
@@ -181,36 +180,36 @@ def test_stage_multipliers_auto_is_the_rule_of_the_paper():
 def test_the_mixers_of_a_model_are_found():
   blocks = {"model.boundaries": "fixed", "model.mixer": "he", "model.first.mixer": "attention"}
   model = changed({**blocks, "model.last.mixer": "we"}).model
-  names = {key: section.name for key, section in config_lib.mixers_in(model).items()}
+  names = {key: section.name for key, section in dpjax.config.mixers_in(model).items()}
   of_stacks = {"model.first.mixer": "attention", "model.last.mixer": "we"}
   assert names == {"model.mixer": "he"} | of_stacks
   model.boundaries = "none"
-  assert [*config_lib.mixers_in(model)] == ["model.mixer"]
+  assert [*dpjax.config.mixers_in(model)] == ["model.mixer"]
 
 
 def test_a_model_is_checked_by_itself():
-  mixer = config_lib.mixer("attention", num_heads=7)
-  model = config_lib.ConfigDict({**config_lib.default_model(), "mixer": mixer}).to_json()
+  mixer = dpjax.config.mixer("attention", num_heads=7)
+  model = dpjax.config.ConfigDict({**dpjax.config.default_model(), "mixer": mixer}).to_json()
   with pytest.raises(ValueError, match="^model.mixer.num_heads: .* divisor of model.width = 512"):
-    config_lib.check_model(json.loads(model))
-  config = config_lib.default()
+    dpjax.config.check_model(json.loads(model))
+  config = dpjax.config.default()
   del config.model["width"]
-  for check, settings in ((config_lib.check, config), (config_lib.check_model, config.model)):
+  for check, settings in ((dpjax.config.check, config), (dpjax.config.check_model, config.model)):
     with pytest.raises(ValueError, match="^model.width: expected a value, got none"):
       check(settings)
 
 
 def test_sampling_is_checked_with_names_of_its_own():
-  config_lib.check_sampling(dict(length=1, temperature=0, top_p=1.0))
+  dpjax.config.check_sampling(dict(length=1, temperature=0, top_p=1.0))
   for prefix in ("", "sample."):
     with pytest.raises(ValueError, match=f"^{prefix}overflow: expected one of slide, .*, got stop"):
-      config_lib.check_sampling({"overflow": "stop"}, prefix)
+      dpjax.config.check_sampling({"overflow": "stop"}, prefix)
 
 
 def test_durations_have_one_unit():
   def steps(num_steps, num_epochs):
     settings = dict(num_steps=num_steps, num_epochs=num_epochs)
-    return config_lib.steps_in(settings, "num", steps_per_epoch=100)
+    return dpjax.config.steps_in(settings, "num", steps_per_epoch=100)
 
   assert steps(0, 1.5) == 150
   assert steps(37, 0.0) == 37
@@ -226,8 +225,8 @@ def test_json_and_back_is_equal_and_what_is_missing_has_its_default():
   for missing in ([], ["train", "eval"]):
     for section in missing:
       del written[section]["batch_size"]
-    assert config_lib.from_dict(written) == config
-    assert config_lib.differences(written, config) == []
+    assert dpjax.config.from_dict(written) == config
+    assert dpjax.config.differences(written, config) == []
 
 
 @pytest.mark.parametrize(
@@ -243,7 +242,7 @@ def test_json_and_back_is_equal_and_what_is_missing_has_its_default():
 )
 def test_settings_that_cannot_be_read_are_refused(settings, message):
   with pytest.raises(ValueError, match=f"^{message}"):
-    config_lib.from_dict(settings)
+    dpjax.config.from_dict(settings)
 
 
 def another(value, choices):
@@ -261,26 +260,26 @@ def another(value, choices):
 
 
 def test_only_what_changes_no_trained_number_may_differ():
-  config = config_lib.default()
-  assert config_lib.differences(config, changed({"model.mixer.implementation": "loop"})) == []
+  config = dpjax.config.default()
+  assert dpjax.config.differences(config, changed({"model.mixer.implementation": "loop"})) == []
   other = changed({"seed": 5, "model.width": 7, "train.grad_clip_norm": 0.25, "data.path": "a.txt"})
-  assert config_lib.differences(config, other) == [
+  assert dpjax.config.differences(config, other) == [
     "data.path: '' there, 'a.txt' here",
     "model.width: 512 there, 7 here",
     "seed: 0 there, 5 here",
     "train.grad_clip_norm: 0.5 there, 0.25 here",
   ]
-  for key, value, setting in config_lib.walk(config):
+  for key, value, setting in dpjax.config.walk(config):
     if value is None or key.endswith(".name") and key != "data.name":
       continue
     other = another(value, setting.choices)
     is_free = setting.is_free or key in schema.LENGTHS
     expected = [] if is_free else [f"{key}: {value!r} there, {other!r} here"]
-    assert config_lib.differences(config, changed({key: other})) == expected, key
+    assert dpjax.config.differences(config, changed({key: other})) == expected, key
   cosine = changed({"train.schedule": "cosine"})
   longer = changed({"train.schedule": "cosine", "train.num_epochs": 61.0})
-  assert config_lib.differences(cosine, longer) == ["train.num_epochs: 60.0 there, 61.0 here"]
-  assert config_lib.differences(config, cosine) == [
+  assert dpjax.config.differences(cosine, longer) == ["train.num_epochs: 60.0 there, 61.0 here"]
+  assert dpjax.config.differences(config, cosine) == [
     "train.schedule.min_ratio: None there, 0.0 here",
     "train.schedule.name: 'constant' there, 'cosine' here",
   ]

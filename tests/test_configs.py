@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import dpjax
 from configs import dispatcher_finetuned as finetuned
 from configs import extractors_childrens_books as extractors
 from configs import hnet, modern_transformer, pooling_cc100, pooling_text8, pooling_wiki40b
-from dpjax import config as config_lib
 from dpjax.config.registry import load_plugins
-from dpjax.data import corpus, remote
+from dpjax.data import remote, sources
 from dpjax.models.build import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -31,7 +31,7 @@ VOCABULARIES = {
   "text8": 28,  # a to z, the space, and what is unknown
 }
 CORPORA = {
-  "quickstart": corpus.PYTHON_MANUAL,
+  "quickstart": sources.PYTHON_MANUAL,
   "ptb": "penn_treebank",
   "finetuned": "wikitext2",
   **dict.fromkeys(("books", "transformer", "dispatcher", "we", "hnet"), "childrens_books"),
@@ -64,7 +64,7 @@ def header(name: str) -> str:
 def count_parameters(name: str, variant: str) -> int:
   """Of the valid configuration, built at full size."""
   config = load(name, variant)
-  config_lib.check(config)
+  dpjax.config.check(config)
   config.model.vocab_size = VOCABULARIES.get(name.split("_")[-1], 5_000)
   if config.model.boundaries.name == "whitespace":
     config.model.boundaries.space_ids = (0,)
@@ -79,14 +79,14 @@ def count_parameters(name: str, variant: str) -> int:
 def test_is_valid_and_its_header_has_commands_that_run(name):
   data, stem, text = load(name).data, name.split("_")[-1], header(name)
   assert data.name == CORPORA.get(stem, stem) and not data.path
-  assert corpus.find_source(data.name) and corpus.find_source(load(name, "tiny").data.name)
+  assert sources.find_source(data.name) and sources.find_source(load(name, "tiny").data.name)
   load_plugins()
   assert data.tokenizer.file in ("", *remote.VOCABULARIES)
   assert set(re.findall(r"configs/(\w+)\.py", text)) <= {*NAMES}
   words = re.findall(rf"--config=configs/{name}.py(?::(\S+))?", text)
   assert len(words) >= 2 or name == "quickstart"
   for word in words:
-    config_lib.check(load(name, word))
+    dpjax.config.check(load(name, word))
   # Half of the largest are embeddings of 50,257 tokens.
   assert count_parameters(name, "tiny") < 3.5e6 and load(name, "tiny").train.num_steps == 50
 
@@ -208,12 +208,12 @@ PAPERS = {
 @pytest.mark.parametrize("experiment", PAPERS)
 def test_has_the_papers_settings(experiment):
   config = load(*experiment.split(":"))
-  config_lib.check(config)
+  dpjax.config.check(config)
   # Each line: a section, and settings of it with their values as Python writes them.
   for line in PAPERS[experiment].strip().splitlines():
     section, *settings = line.split()
     values = dict(setting.split("=") for setting in settings)
-    result = config_lib.get(config, section)
+    result = dpjax.config.get(config, section)
     assert {key: str(result[key]).replace(" ", "") for key in values} == values
 
 
@@ -236,8 +236,8 @@ def test_the_modern_frame_is_one_for_all_mixers(name):
 def changes(variant: str, base: str) -> dict:
   """The settings in which a variant differs from another one."""
   new, old = pooling_text8.get_config(variant), pooling_text8.get_config(base)
-  config_lib.check(new)
-  new, old = config_lib.flatten(new), config_lib.flatten(old)
+  dpjax.config.check(new)
+  new, old = dpjax.config.flatten(new), dpjax.config.flatten(old)
   return {key: value for key, value in new.items() if value != old[key]}
 
 

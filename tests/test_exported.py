@@ -19,13 +19,10 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.commands import export
 from dpjax.config import registry
 from dpjax.models import build
-from dpjax.run import card as card_lib
-from dpjax.run import numpy_model
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import model_card, numpy_model, run_files
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -67,7 +64,7 @@ def test_an_exported_run_is_the_run_to_the_bit(variant, request, tmp_path, capsy
   shutil.move(tmp_path / "out", tmp_path / "elsewhere")
   loaded = dpjax.load(tmp_path / "elsewhere")
   assert loaded.step == run.step and loaded.config == dpjax.load(run.workdir).config
-  assert config_lib.load(str(tmp_path / "elsewhere")) == config_lib.load(str(run.workdir))
+  assert dpjax.config.load(str(tmp_path / "elsewhere")) == dpjax.config.load(str(run.workdir))
   chex.assert_trees_all_equal(loaded.params, run.params)
   # The tokens are found in data_dir.
   assert loaded.score_split("test") == run.score_split("test")
@@ -130,7 +127,7 @@ def test_what_is_wrong(run, out, tmp_path):
 ENDED = """
 import os, shutil, sys, types
 from pathlib import Path
-from dpjax.run import export
+from dpjax.runs import export
 saved, folder, run = map(Path, sys.argv[1:4])
 
 def end_after(count, folder):
@@ -191,7 +188,7 @@ def test_a_model_made_in_python_is_not_in_numpy(run, tmp_path):
   assert not (tmp_path / "out/numpy_model.py").exists()
   config = run.config.copy_and_resolve_references()
   config.model.mixer.name = "mine"
-  assert card_lib.foreign_components(dataclasses.replace(run, config=config), True) == ["mine"]
+  assert model_card.foreign_components(dataclasses.replace(run, config=config), True) == ["mine"]
 
 
 def without_checksums(folder):
@@ -249,7 +246,7 @@ def test_a_changed_file_is_never_read_as_if_nothing_were(name, out):
       dpjax.load(out)
     if name.startswith("data"):
       with pytest.raises(dpjax.UserError, match=name):
-        workdir_lib.find(out)  # only for its tokenizer
+        run_files.find(out)  # only for its tokenizer
 
 
 def test_scores_that_are_not_finite_end_with_status_1(
@@ -265,7 +262,7 @@ def test_scores_that_are_not_finite_end_with_status_1(
     assert re.match(f"{name}: expected finite scores, got (nan|inf) nats per token$", str(message))
     assert "bits per character" in capsys.readouterr().out
   scores = dict.fromkeys(run.score("a cat"), np.nan)
-  monkeypatch.setattr("dpjax.run.train", lambda *_, **__: (run, scores))
+  monkeypatch.setattr("dpjax.runs.train", lambda *_, **__: (run, scores))
   message = helpers.command("train", "--config=quickstart", f"--workdir={tmp_path / 'new'}")
   assert message == "test: expected finite scores, got nan nats per token"
 
@@ -315,7 +312,7 @@ PAPER = dict(norm_position="post", positions="sinusoidal", activation="relu")
 
 def described(settings, boundaries=None, middle=None, **mixer) -> dict:
   """A model's settings of small sizes that differ, for the model in NumPy."""
-  model = dict(config_lib.default_model())
+  model = dict(dpjax.config.default_model())
   model |= dict(vocab_size=11, width=6, feed_forward_width=10, num_layers=3, max_length=29)
   model |= dict(positions="none") | settings
   names = mixer.pop("name")
@@ -323,8 +320,8 @@ def described(settings, boundaries=None, middle=None, **mixer) -> dict:
   sections = tuple(helpers.component(registry.mixers, name, **mixer) for name in several)
   model["mixer"] = sections[0] if len(sections) == 1 else sections
   if boundaries:
-    model["boundaries"] = config_lib.boundaries(**boundaries)
-    model["first"] = {"num_layers": 2, "mixer": config_lib.mixer("attention")}
+    model["boundaries"] = dpjax.config.boundaries(**boundaries)
+    model["first"] = {"num_layers": 2, "mixer": dpjax.config.mixer("attention")}
     model["last"], model["middle"] = {"num_layers": 1, "mixer": None}, middle
   return model
 
@@ -348,12 +345,12 @@ MODELS = {
   "unigram": described(PAPER, dict(name="unigram"), name="me"),
   "routing": described(TODAY, ROUTING, name="dispatcher", num_heads=3),
   "stages": described(
-    OTHER, ROUTING, config_lib.middle(config_lib.boundaries("fixed"), width=4), name="we"
+    OTHER, ROUTING, dpjax.config.middle(dpjax.config.boundaries("fixed"), width=4), name="we"
   ),
   "padded": described(
     TODAY | dict(stack_norms=True, middle_resize="padding", residual_dtype="float32"),
     ROUTING,
-    config_lib.middle(config_lib.boundaries("fixed"), width=8, feed_forward_width=9),
+    dpjax.config.middle(dpjax.config.boundaries("fixed"), width=8, feed_forward_width=9),
     **dict(name=("attention", "mamba2"), num_heads=1, rotary_base=100.0, rotary_features=4),
     **dict(state_width=5, head_width=4, has_feed_forward=False),
   ),

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
-from dpjax import run as run_lib
 from dpjax.analysis import calibrate
 from dpjax.commands import calibrate as calibrate_command
 from dpjax.config import sections
@@ -40,8 +38,8 @@ def first(text, tmp_path_factory):
 def pooled_config(first, run="a", **train):
   folder, theta = first
   config = helpers.pooled_config(folder / "text.txt", "fixed", **{"num_steps": 8, **train})
-  config.train.optimizer = config_lib.optimizer("adamw", weight_decay=0.5)
-  config.model.boundaries = config_lib.boundaries(
+  config.train.optimizer = dpjax.config.optimizer("adamw", weight_decay=0.5)
+  config.model.boundaries = dpjax.config.boundaries(
     "entropy_threshold", run=str(folder / run), theta=theta, num_buckets=2
   )
   return config
@@ -152,9 +150,9 @@ def test_other_runs_are_refused(first, pooled, tmp_path):
       dpjax.train(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
   run = dpjax.load(folder / "a")
-  run.config.model.boundaries = config_lib.boundaries("gumbel", sample=True)
+  run.config.model.boundaries = dpjax.config.boundaries("gumbel", sample=True)
   with pytest.raises(dpjax.UserError, match="^run: .* neither drawn in evaluation"):
-    run_lib.check_frozen(run)
+    dpjax.runs.check_frozen(run)
 
 
 def test_a_command_finds_theta(first, capsys):

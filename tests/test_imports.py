@@ -20,14 +20,14 @@ ROOMS = [
   {"mixers_in_turn"},
   {"training", "interop", "testing"},
   {"generation"},
-  {"run"},
+  {"runs"},
   {"analysis"},
   {"commands"},
   {"__main__", "reproduce"},
   {"scripts"},
 ]
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-READS_CONFIG = {"interop", "training", "generation", "run", "commands", "analysis"}
+READS_CONFIG = {"interop", "training", "generation", "runs", "commands", "analysis"}
 READS_CONFIG |= {"reproduce", "scripts"}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "hub", "files", "config"]
@@ -37,7 +37,7 @@ INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboardX tensor
 ONLY_INSIDE_FUNCTIONS = {*INSIDE.split(), "tokenizers", "torch"}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
 FILES = [path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"]
-PACKAGES = "analysis config data generation interop layers models ops run text training"
+PACKAGES = "analysis config data generation interop layers models ops runs text training"
 FACES = ["dpjax", *(f"dpjax.{name}" for name in PACKAGES.split())]
 
 
@@ -90,7 +90,7 @@ dpjax, dpjax_papers.complexity, dpjax_papers.significance | jax numpy scipy ml_c
 dpjax.layers, dpjax.training, dpjax.analysis.plots, dpjax.analysis.calibrate, dpjax.analysis.page \
   | jax orbax matplotlib ml_collections dpjax.layers.dispatcher
 dpjax.ops | flax optax orbax tensorflow ml_collections
-dpjax.run | tensorflow tensorflow_datasets torch chex sentencepiece tokenizers
+dpjax.runs | tensorflow tensorflow_datasets torch chex sentencepiece tokenizers
 """
 
 

@@ -12,8 +12,6 @@ import pytest
 from flax import linen as nn
 
 import dpjax
-from dpjax import config as config_lib
-from dpjax import run as run_lib
 from dpjax.analysis import page, reading
 from dpjax.analysis.reading import Segmentation, Stage, render
 from dpjax.commands import look
@@ -30,7 +28,7 @@ WINDOW = 29
 
 def untrained(boundaries, mixer, tokenizer="characters", text=TEXT, **changes):
   """A run whose parameters are drawn."""
-  config = config_lib.default()
+  config = dpjax.config.default()
   if boundaries != "none":
     changes |= dict(num_layers=1, first=dict(num_layers=1), last=dict(num_layers=1))
   config.model = helpers.model_settings(
@@ -39,7 +37,7 @@ def untrained(boundaries, mixer, tokenizer="characters", text=TEXT, **changes):
   tokenizer = train_tokenizer(tokenizer, [text])
   config = build.with_vocabulary(config, tokenizer)
   model = build.build_model(config.model)
-  return run_lib.Run(config, model, helpers.draw_params(model, 8, 0.5), tokenizer, 0)
+  return dpjax.runs.Run(config, model, helpers.draw_params(model, 8, 0.5), tokenizer, 0)
 
 
 def with_both(run, text):
@@ -60,8 +58,8 @@ def gumbel():
 @pytest.fixture(scope="module")
 def two_stages():
   """A run with two stages, which pool 2 tokens and then 3 segments, and its layers."""
-  inner = config_lib.boundaries("fixed", shortening_factor=3)
-  run = untrained("fixed", "he", middle=config_lib.middle(inner, width=10))
+  inner = dpjax.config.boundaries("fixed", shortening_factor=3)
+  run = untrained("fixed", "he", middle=dpjax.config.middle(inner, width=10))
   return run, reading.segment(run, TEXT)
 
 
@@ -185,7 +183,7 @@ def test_look_shows_what_a_mixer_of_the_user_offers():
 
   layers = Stack.in_turn(2, [partial(make, True), partial(make, False)])
   model = run.model.clone(layers=layers)
-  run = run_lib.Run(run.config, model, helpers.draw_params(model, 2, 0.5), run.tokenizer, 0)
+  run = dpjax.runs.Run(run.config, model, helpers.draw_params(model, 2, 0.5), run.tokenizer, 0)
   (data,) = content(dpjax.look(run, "to be"))
   assert data["stages"] == [] and len(data["bits"]) == 5
   (layer,) = data["layers"]
@@ -225,7 +223,7 @@ def test_image_is_a_png_of_rows_scaled_to_their_largest(tmp_path):
 
 def test_main_prints_and_writes(gumbel, monkeypatch, tmp_path, capsys):
   run, segmentation = gumbel
-  monkeypatch.setattr(run_lib, "load", lambda folder: run)
+  monkeypatch.setattr(dpjax.runs, "load", lambda folder: run)
   monkeypatch.setattr(reading, "segment", lambda run, text: segmentation)
   monkeypatch.setattr(reading, "layers", lambda run, text: [])
   (tmp_path / "a.txt").write_text(TEXT)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.analysis import reading
 from tests import test_look
 
@@ -24,7 +23,7 @@ CLUSTERS = ["e\u0301", "👩\u200d👩\u200d👧", "ế"]
 @pytest.fixture(scope="module")
 def runs():
   """A predictor before a second stage, on characters; and bytes without boundaries."""
-  middle = config_lib.middle(config_lib.boundaries("fixed", shortening_factor=3), width=10)
+  middle = dpjax.config.middle(dpjax.config.boundaries("fixed", shortening_factor=3), width=10)
   two = test_look.untrained("gumbel", "attention", text=TEXT, middle=middle)
   one = test_look.untrained("none", "attention", "bytes", TEXT, num_layers=1)
   return [test_look.with_both(two, TEXT), one]

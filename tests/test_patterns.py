@@ -8,8 +8,7 @@ import sys
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
-from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import curves
 from dpjax.config import loading
 from tests import helpers
 
@@ -48,8 +47,8 @@ def test_it_trains_scores_generates_and_exports(workdir, tmp_path, capsys):
   assert exported.config.model == run.config.model
   helpers.assert_trees_close(exported.params, run.params, rtol=0)
   assert (tmp_path / "out/numpy_model.py").exists()
-  record = runs_lib.read_runs([workdir])
-  assert runs_lib.names(record) == ["WE, no adjustment + attention, 4 heads"]
+  record = curves.read_runs([workdir])
+  assert curves.names(record) == ["WE, no adjustment + attention, 4 heads"]
 
 
 @pytest.mark.parametrize(
@@ -66,26 +65,26 @@ def test_wrong_flags_are_named(flags, message):
   given = [f"--config.model.{flag}" for flag in flags.split()]
   with helpers.arguments("train", "--config=modern_transformer:tiny", *given):
     with pytest.raises(dpjax.UserError) as error:
-      config_lib.check(loading.from_words(sys.argv[1:])[0])
+      dpjax.config.check(loading.from_words(sys.argv[1:])[0])
   assert re.search(message, str(error.value)), error.value
 
 
 def test_mixers_that_no_layer_has_are_told(text, tmp_path, caplog):
   config = helpers.small_config(text, num_steps=1, eval_every_steps=1)
   config.model.update(mixer="we,me,he", num_layers=1)
-  assert config_lib.idle_mixers(config.model) == {"model": "me, he"}
+  assert dpjax.config.idle_mixers(config.model) == {"model": "me, he"}
   dpjax.train(config, tmp_path / "run", model=helpers.bigrams)
   assert "model.num_layers: fewer than mixers; no layer has me, he" in caplog.text
   config = in_turn()
-  assert config_lib.idle_mixers(config.model) == {"model.last": "me, he"}
+  assert dpjax.config.idle_mixers(config.model) == {"model.last": "me, he"}
   config.model.first.num_layers = 1
   expected = {"model.first": "attention", "model.last": "me, he"}
-  assert config_lib.idle_mixers(config.model) == expected
+  assert dpjax.config.idle_mixers(config.model) == expected
 
 
 def in_turn():
-  config = config_lib.default()
-  config.model.mixer = ("we", config_lib.mixer("attention", num_heads=4))
+  config = dpjax.config.default()
+  config.model.mixer = ("we", dpjax.config.mixer("attention", num_heads=4))
   config.model.boundaries = "fixed"
   config.model.update(last=dict(num_layers=1, mixer="he,me,he"))
   return config
@@ -94,26 +93,26 @@ def in_turn():
 def test_several_mixers_are_a_tuple_of_sections():
   config = in_turn()
   assert isinstance(config.model.mixer, tuple) and isinstance(config.model.last.mixer, tuple)
-  config_lib.check(config)
-  flat = config_lib.flatten(config)
+  dpjax.config.check(config)
+  flat = dpjax.config.flatten(config)
   assert flat["model.mixer.0.name"] == "we" and flat["model.mixer.1.num_heads"] == 4
-  assert config_lib.get(config, "model.last.mixer.2.name") == "he"
+  assert dpjax.config.get(config, "model.last.mixer.2.name") == "he"
   places = "mixer.0", "mixer.1", *(f"last.mixer.{i}" for i in range(3))
-  assert {*config_lib.mixers_in(config.model)} == {f"model.{place}" for place in places}
+  assert {*dpjax.config.mixers_in(config.model)} == {f"model.{place}" for place in places}
   written = json.loads(json.dumps(config.to_dict()))
   assert [x["name"] for x in written["model"]["mixer"]] == ["we", "attention"]
-  again = config_lib.from_dict(written)
-  assert again == config and config_lib.differences(written, config) == []
+  again = dpjax.config.from_dict(written)
+  assert again == config and dpjax.config.differences(written, config) == []
   for other in (copy.deepcopy(config), config.copy_and_resolve_references(), again):
     other.model.mixer[1].num_heads = 8
-    assert config_lib.differences(written, other) == ["model.mixer.1.num_heads: 4 there, 8 here"]
+    assert dpjax.config.differences(written, other) == ["model.mixer.1.num_heads: 4 there, 8 here"]
   assert config == in_turn()
   # One is one, and from several to one and back.
   config.model.mixer = ("we",)
-  assert config.model.mixer == config_lib.mixer("we")
+  assert config.model.mixer == dpjax.config.mixer("we")
   config.model.last.mixer = None
-  config_lib.check(config)
-  assert config_lib.from_dict({"model": {"mixer": [{"name": "we"}]}}).model.mixer.name == "we"
+  dpjax.config.check(config)
+  assert dpjax.config.from_dict({"model": {"mixer": [{"name": "we"}]}}).model.mixer.name == "we"
 
 
 @pytest.mark.parametrize(
@@ -129,9 +128,9 @@ def test_one_of_several_mixers_is_refused_by_its_place(key, value, message):
   with config.model.mixer[1].ignore_type():
     config.model.mixer[1][key] = value
   with pytest.raises(dpjax.UserError, match=f"^{message}"):
-    config_lib.check(config)
+    dpjax.config.check(config)
   written = json.loads(json.dumps(config.to_dict()))
   with pytest.raises(dpjax.UserError, match=f"^{message}"):
-    config_lib.from_dict(written)
+    dpjax.config.from_dict(written)
   with pytest.raises(dpjax.UserError, match="^mixer.1: expected one of .*did you mean we[?]"):
     config.model.mixer = "attention,wee"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax import files
-from dpjax.analysis import plots
-from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import curves, plots
 from dpjax.commands import plots as plots_command
 from dpjax_papers import figures
 
@@ -64,22 +63,22 @@ def lines(figure):
 
 
 def test_medians(folder):
-  losses = runs_lib.read_losses(folder("a", COSTS))
+  losses = curves.read_losses(folder("a", COSTS))
   assert losses.dtype == np.float32
   for every, expected, last in ((1, COSTS, 7), (2, [4, 6.5, 2, 4], 4), (8, [4], 4)):
-    np.testing.assert_array_equal(runs_lib.medians(losses, every), expected)
-    assert runs_lib.last_median(losses, every) == last
-  found = runs_lib.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
+    np.testing.assert_array_equal(curves.medians(losses, every), expected)
+    assert curves.last_median(losses, every) == last
+  found = curves.medians(np.array([NAN, NAN, 3.0, NAN]), 2)
   np.testing.assert_array_equal(found, [NAN, 3.0])
   # In double precision.
-  assert runs_lib.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
+  assert curves.medians(np.array([16777214, 16777215], np.float32), 2) == 16777214.5
   for every in (0, 9):
     with pytest.raises(ValueError, match=f"^every: expected .* 8 updates .*, got {every}$"):
-      runs_lib.medians(losses, every)
+      curves.medians(losses, every)
 
 
 def test_medians_are_of_a_tenth_of_the_shortest_run_but_at_most_2000(folder):
-  a, b = runs_lib.read_runs([folder("a", COSTS), folder("b", COSTS * 5)])
+  a, b = curves.read_runs([folder("a", COSTS), folder("b", COSTS * 5)])
   c = b._replace(losses=np.zeros(30_000))
   assert [plots.default_every(some) for some in ([a], [b], [c], [a, c])] == [1, 4, 2000, 1]
 
@@ -95,16 +94,16 @@ def test_medians_are_of_a_tenth_of_the_shortest_run_but_at_most_2000(folder):
   ],
 )
 def test_names_of_mixers(settings, expected):
-  assert runs_lib.mixer_name({"model": {"mixer": settings}}) == expected
+  assert curves.mixer_name({"model": {"mixer": settings}}) == expected
 
 
 def test_curves_are_the_medians_at_the_last_batch_of_each_window(folder):
   he = folder("b", [2, 4, 6, 8], model__mixer=mixer("he"))
-  runs = runs_lib.read_runs([folder("a", COSTS), he])
+  runs = curves.read_runs([folder("a", COSTS), he])
   figure = plots.draw(runs, figure="curves", every=2)
   assert lines(figure) == {"SHE": [[2, 4], [4, 6.5], [6, 2], [8, 4]], "HE": [[2, 3], [4, 7]]}
   assert figure.axes[0].get_ylabel() == "median cost of each 2 batches (nats per token)"
-  figure = figures.draw(runs_lib.read_runs([folder("c", [3, 5, 4])]), "every_batch")
+  figure = figures.draw(curves.read_runs([folder("c", [3, 5, 4])]), "every_batch")
   assert lines(figure) == {"SHE": [[1, 3], [2, 5], [3, 4]]}
 
 
@@ -116,7 +115,7 @@ def test_lines_over_a_size_of_the_model(folder, capsys):
     folder("seed", [9, 8], seed=5, **short),
     folder("attention", [7, 8, 9], model__mixer=heads, **short),
   ]
-  drawn = figures.draw(runs_lib.read_runs(names), "by_layers", every=2)
+  drawn = figures.draw(curves.read_runs(names), "by_layers", every=2)
   (axes,) = drawn.axes
   assert lines(drawn) == {"SHE": [[8, 6.75], [16, 2]], "attention, 32 heads": [[8, 8.5]]}
   assert axes.get_xlabel() == "layers"
@@ -130,9 +129,9 @@ def test_lines_over_a_size_of_the_model(folder, capsys):
 
 def test_what_differs_is_told_unless_it_is_meant_to(folder):
   meant = dict(model__mixer=mixer("he"), train__log_every_steps=7, model__num_layers=5, seed=4)
-  runs = runs_lib.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **meant)])
-  assert runs_lib.notes(runs, ["model.mixer", "model.num_layers"]) == []
-  assert runs_lib.notes(runs, ["model.mixer"]) == ["model.num_layers: 2 for SHE | 5 for HE"]
+  runs = curves.read_runs([folder("a", [4, 3]), folder("b", [2, 1], **meant)])
+  assert curves.notes(runs, ["model.mixer", "model.num_layers"]) == []
+  assert curves.notes(runs, ["model.mixer"]) == ["model.num_layers: 2 for SHE | 5 for HE"]
 
 
 def test_runs_on_different_texts_say_so(folder):
@@ -141,10 +140,10 @@ def test_runs_on_different_texts_say_so(folder):
   for name, text in zip(names, ("one", "one", "two"), strict=True):
     about = {"name": "books", "splits": {"valid": {"sha256": text * 9}}}
     files.write_json(Path(name, "data/data.json"), about)
-  runs = runs_lib.read_runs(names, [*"abc"])
-  (note,) = runs_lib.notes(runs)
+  runs = curves.read_runs(names, [*"abc"])
+  (note,) = curves.notes(runs)
   assert note.startswith("different texts, so their scores do not compare: books (oneoneone) for a")
-  assert runs_lib.notes(runs[:2]) == []
+  assert curves.notes(runs[:2]) == []
 
 
 def test_the_command_prints_a_table_with_notes_and_writes_a_figure(folder, tmp_path, capsys):
@@ -189,12 +188,12 @@ def test_a_damaged_configuration_is_refused(folder, text, message):
 
 def test_what_a_run_logged_while_it_goes_on(folder):
   run = folder("a", COSTS)
-  assert runs_lib.read_scores(run) == {}
+  assert curves.read_scores(run) == {}
   damaged = '{"step": 9, "spl\n[3]\n{"step": 6}\n{"step": [1], "split": "valid", "x": 1.5}\n'
   loss = {"step": 2, "split": "train", "loss": 4.0, "grad_norm": None}
   log(run, loss, evaluated(5, 3.5), evaluated(7, 2), end=damaged + '{"step": 9, "split": "va')
   scores = {"train/loss": {2: 4.0}, "valid/bits_per_character": {5: 3.5, 7: 2}}
-  assert runs_lib.read_scores(run) == scores
+  assert curves.read_scores(run) == scores
 
 
 def test_seeds_are_a_mean_in_a_band(folder):
@@ -203,7 +202,7 @@ def test_seeds_are_a_mean_in_a_band(folder):
     losses = [5 - i, 3, 4 + 2 * i, 2][: 3 if i == 2 else 4]
     log(folder(f"s{i}", losses, seed=i), evaluated(2, bits), *[evaluated(4, 3.0 + i)] * (i < 2))
   log(folder("h", [6, 5, 4, 3], seed=1, model__mixer=mixer("he")), evaluated(2, 7.5))
-  runs = runs_lib.read_runs(["s0", "h", "s1", "s2"])
+  runs = curves.read_runs(["s0", "h", "s1", "s2"])
   drawn = plots.draw(runs, every=1)
   he = [[1, 6], [2, 5], [3, 4], [4, 3]]
   assert lines(drawn) == {"SHE, 3 seeds": [[1, 4], [2, 3], [3, 6]], "HE": he}
@@ -214,7 +213,7 @@ def test_seeds_are_a_mean_in_a_band(folder):
   assert lines(drawn) == {"SHE, 3 seeds": [[2, 17 / 3]], "HE": [[2, 7.5]]}
   labelled = [run._replace(label=label) for run, label in zip(runs, "abcb", strict=True)]
   assert [*lines(plots.draw(labelled, every=1))] == ["a", "b, 2 seeds", "c"]
-  assert runs_lib.names(runs) == ["SHE, seed 0", "HE", "SHE, seed 1", "SHE, seed 2"]
+  assert curves.names(runs) == ["SHE, seed 0", "HE", "SHE, seed 1", "SHE, seed 2"]
 
 
 NAMES = [
@@ -242,15 +241,15 @@ NAMES = [
 
 @pytest.mark.parametrize("settings, names", NAMES)
 def test_runs_are_named_after_what_differs(folder, settings, names):
-  runs = runs_lib.read_runs([folder(str(i), [4], **given) for i, given in enumerate(settings)])
-  assert runs_lib.names(runs) == [f"SHE, {name}" for name in names]
+  runs = curves.read_runs([folder(str(i), [4], **given) for i, given in enumerate(settings)])
+  assert curves.names(runs) == [f"SHE, {name}" for name in names]
 
 
 def test_the_metric_that_is_drawn(folder):
   a, b, c = (folder(name, [4, 3]) for name in "abc")
   log(a, evaluated(1, 3.0, perplexity=5.0), {"step": 2, "split": "train", "loss": 3.5})
   log(b, {"step": 1, "split": "valid", "perplexity": 6.0})
-  first, second, third = runs_lib.read_runs([a, b, c])
+  first, second, third = curves.read_runs([a, b, c])
   assert plots.find_metric([first, third]) == "valid/bits_per_character"
   assert plots.find_metric([first, second]) == "valid/perplexity"
   assert plots.find_metric([third]) is None
@@ -280,7 +279,7 @@ def test_nothing_is_cut_and_panels_have_most_of_the_figure(folder, width):
   names = [folder(str(i), range(19000, 0, -1), train__learning_rate=i / 7) for i in range(5)]
   for name in names:
     log(name, evaluated(2000, 3.5), evaluated(4000, 2.5))
-  runs = runs_lib.read_runs(names)
+  runs = curves.read_runs(names)
   drawn = plots.draw(runs, figure="progress", metric="valid/bits_per_character", width=width)
   drawn.draw_without_rendering()
   inside, size = drawn.bbox.padded(2), drawn.bbox.width * drawn.bbox.height
@@ -309,7 +308,7 @@ def test_nothing_is_cut_and_panels_have_most_of_the_figure(folder, width):
   ],
 )
 def test_ticks_are_plain_numbers(folder, log, losses, expected):
-  run = runs_lib.read_runs([folder("a", losses)])
+  run = curves.read_runs([folder("a", losses)])
   (axes,) = plots.draw(run, every=1, log=log).axes
   low, high = axes.get_ylim()
   ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.config import registry
 from dpjax.models.build import build_model
 from dpjax.models.language_model import LanguageModelOutput
@@ -152,7 +152,7 @@ def test_a_run_that_repeats():
     logits = jax.nn.one_hot(following, 5003) * (position >= 0)[..., None]
     return LanguageModelOutput(60.0 * logits)
 
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.model.vocab_size = 5003
   model = SimpleNamespace(apply=apply)
   run: Any = SimpleNamespace(model=model, params={}, config=config, window=27)

@@ -10,7 +10,6 @@ import pytest
 from flax import linen as nn
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.config.registry import Setting
 from dpjax.layers.boundaries import Boundaries, TextBoundaries
@@ -54,7 +53,7 @@ def test_settings_are_the_fields_that_a_person_can_set(mixers):
     "num_steps": Setting(None, type=int, is_optional=True),
     "variants": Setting(("a",), type=tuple),
   }
-  section = config_lib.mixer("decay", rate=0.8, num_steps=3)
+  section = dpjax.config.mixer("decay", rate=0.8, num_steps=3)
   settings = dict(rate=0.8, num_steps=3, variants=("a",), has_feed_forward=True)
   assert section.to_dict() == dict(name="decay", **settings)
 
@@ -107,7 +106,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
   for i, others in enumerate(("", "x", "")):
     config = pooled_by_text(text, AfterRare, others=others)
     config.data.data_dir = str(tmp_path / "data")
-    data = dpjax.run.tokenize(config, tmp_path / str(i))
+    data = dpjax.runs.tokenize(config, tmp_path / str(i))
     whole = data.tokenizer.decode(data.splits["train"])
     rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
     assert 1 < len(rare) < 15 and data.fitted.decode() == "".join(sorted(rare))
@@ -130,7 +129,7 @@ def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
 
   config = pooled_by_text(text, Wrong)
   with pytest.raises(dpjax.UserError, match="^model.boundaries: expected 0 or 1 for each of"):
-    dpjax.run.tokenize(config, tmp_path / "run")
+    dpjax.runs.tokenize(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -145,15 +144,15 @@ def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
 def test_settings_that_are_wrong(mixers, settings, message):
   dpjax.register_mixer("decay", Decay)
   with pytest.raises(dpjax.UserError, match=f"^mixer.{message}"):
-    config_lib.mixer("decay", **settings)
+    dpjax.config.mixer("decay", **settings)
 
 
 def test_what_a_component_refuses_is_told_by_the_sections_name(mixers):
   dpjax.register_mixer("decay", Decay)
-  config = config_lib.default()
-  config.model.mixer = config_lib.mixer("decay", rate=1.5)
+  config = dpjax.config.default()
+  config.model.mixer = dpjax.config.mixer("decay", rate=1.5)
   with pytest.raises(dpjax.UserError, match=r"^model.mixer.rate: .* in \(0, 1\), got 1.5"):
-    config_lib.check(config)
+    dpjax.config.check(config)
 
 
 def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
@@ -179,9 +178,9 @@ def test_fields_of_somebody_elses_mixer_mean_what_he_likes(mixers):
     rotary_base: float = 3.0
 
   dpjax.register_mixer("other", Other)
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.model.mixer = "other"
-  config_lib.check(config)
+  dpjax.config.check(config)
 
 
 def test_names_are_free_once(mixers):
@@ -206,7 +205,7 @@ def test_a_plugin_that_fails_hides_no_message(mixers, monkeypatch, caplog):
   monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: [broken])
   registry.load_plugins.cache_clear()
   with pytest.raises(dpjax.UserError, match=message):
-    config_lib.mixer("dispacher")
+    dpjax.config.mixer("dispacher")
   assert "broken:module cannot be imported (ZeroDivisionError" in caplog.text
   registry.load_plugins.cache_clear()
 
@@ -216,7 +215,7 @@ def test_an_optimizer_of_somebody_elses():
     return optax.chain(optax.scale_by_sign(), optax.scale(-learning_rate * strength))
 
   dpjax.register_optimizer("signs", signs)
-  section = config_lib.optimizer("signs", strength=3.0)
+  section = dpjax.config.optimizer("signs", strength=3.0)
   update = registry.optimizers.build(section, "train.optimizer", learning_rate=0.5)
   grads = {"a": jnp.array([4.0, -0.1])}
   got, _ = update.update(grads, update.init(grads))

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
-from dpjax import run as run_lib
 from dpjax.config import sections
 from dpjax.data import batches
-from dpjax.data.tokens import Tokens
+from dpjax.data.token_files import Tokens
 from dpjax.models import build
-from dpjax.run import prepare, training
+from dpjax.runs import launch, prepare
 from dpjax.text.characters import Bytes
 from dpjax.training import evaluation, loop
 from tests import helpers
@@ -68,10 +66,10 @@ def test_loading_gives_the_same_model(finished):
 
 def test_models_of_a_seed_get_the_same_random_windows():
   tokens = np.arange(500, dtype=np.uint16)
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.seed, config.model.mixer = 5, "attention"
   config.train.update(sampling="random_windows", batch_size=6, window=9)
-  made = training.make_batches(config, Tokens("numbers", Bytes(), {"train": tokens}, {}))
+  made = launch.make_batches(config, Tokens("numbers", Bytes(), {"train": tokens}, {}))
   expected = batches.RandomWindows(batches.Stream(tokens), 6, 9, seed=5)
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
 
@@ -147,7 +145,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
   assert dpjax.load(tmp_path, model=helpers.Bigrams(18)).step == 1
 
 
-SCHEDULE = config_lib.schedule("cosine", warmup_steps=20)
+SCHEDULE = dpjax.config.schedule("cosine", warmup_steps=20)
 # Kind of boundaries, a setting, its value, and what is said.
 REFUSED = [
   (
@@ -223,7 +221,7 @@ def spaced(text, tmp_path_factory):
   config = build.with_vocabulary(config, data.tokenizer)
   model = dpjax.build_model(config.model)
   params = helpers.draw_params(model, seed=6, spread=0.3)
-  return run_lib.Run(config, model, params, data.tokenizer, 0, data)
+  return dpjax.runs.Run(config, model, params, data.tokenizer, 0, data)
 
 
 @pytest.mark.slow
@@ -251,7 +249,7 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
     tokens[1, :number] = space
     assert capacity({"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
-  other.model.boundaries = config_lib.boundaries("gumbel")
+  other.model.boundaries = dpjax.config.boundaries("gumbel")
   assert build.batch_capacity(other.model)({"tokens": tokens}) is None
 
 

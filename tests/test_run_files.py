@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dpjax
-from dpjax.analysis import runs as runs_lib
+from dpjax.analysis import curves
 from dpjax.errors import UserError
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import run_files
 from tests import helpers, test_hostile
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -70,7 +70,7 @@ def test_what_is_no_plain_file_is_refused_or_left_alone(put, made, text, tmp_pat
     with test_hostile.limited(20), refused:
       dpjax.load(folder, model=helpers.bigrams)
     with test_hostile.limited(20), contextlib.suppress(UserError):
-      runs_lib.read_runs([folder])
+      curves.read_runs([folder])
     with test_hostile.limited(20), refused:
       dpjax.train(settings(text), folder, model=helpers.bigrams)
     assert outside.read_bytes() == before, name
@@ -86,7 +86,7 @@ def exported(made, tmp_path_factory):
 
 
 @pytest.mark.parametrize("put", [put_a_pipe, put_a_device])
-@pytest.mark.parametrize("name", ["config.json", *workdir_lib.CHECKED[:3]])
+@pytest.mark.parametrize("name", ["config.json", *run_files.CHECKED[:3]])
 def test_an_export_is_read_from_plain_files_alone(put, name, exported, tmp_path):
   folder = Path(shutil.copytree(exported, tmp_path / "out"))
   (folder / name).unlink()

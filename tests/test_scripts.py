@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from dpjax import config as config_lib
-from dpjax import run as run_lib
+import dpjax
 from dpjax.config import loading, registry
 from tests import helpers
 
@@ -48,9 +47,9 @@ def get_config():
   flags = [f"--config.model.{setting}" for setting in settings.split()]
   model = loading.from_words([f"--config={tmp_path / 'config.py'}", *flags])[0].model
   assert model.first.mixer is None and model.middle.width == 64
-  expected = config_lib.boundaries("gumbel", prior=0.3)
+  expected = dpjax.config.boundaries("gumbel", prior=0.3)
   assert model.middle.boundaries.to_dict() == expected.to_dict()
-  assert model.middle.last.mixer.to_dict() == config_lib.mixer("he").to_dict()
+  assert model.middle.last.mixer.to_dict() == dpjax.config.mixer("he").to_dict()
 
 
 def test_evaluate_prints_and_writes(workdir, tmp_path, capsys, monkeypatch):
@@ -62,12 +61,12 @@ def test_evaluate_prints_and_writes(workdir, tmp_path, capsys, monkeypatch):
   assert "The valid split, by step 12" in printed
   written = json.loads((workdir.parent / "scores/scores_valid_12.json").read_text())
   assert f"{written['scores']['perplexity']:.6g}" in printed
-  assert not [*tmp_path.iterdir()] and run_lib.load("~/small").step == 12
+  assert not [*tmp_path.iterdir()] and dpjax.runs.load("~/small").step == 12
 
 
 def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
   texts = {"a.txt": "the cat sat on a hat\n" * 7, "b.txt.gz": "\ufeffa rat"}
-  run, out = run_lib.load(workdir), tmp_path / "out"
+  run, out = dpjax.runs.load(workdir), tmp_path / "out"
   (tmp_path / "a.txt").write_bytes(texts["a.txt"].encode())
   (tmp_path / "b.txt.gz").write_bytes(gzip.compress(texts["b.txt.gz"].encode()))
   before, options = sorted(workdir.rglob("*")), [f"--text={tmp_path / name}" for name in texts]
@@ -229,8 +228,8 @@ def copying(text, tmp_path, monkeypatch):
   (tmp_path / "copies.py").write_text(PLUGIN)
   config = helpers.small_config(text, num_steps=2)
   registry.import_plugin("copies")
-  config.model.mixer = config_lib.mixer("copy")
-  run_lib.train(config, tmp_path / "run")
+  config.model.mixer = dpjax.config.mixer("copy")
+  dpjax.runs.train(config, tmp_path / "run")
   del registry.mixers._registered["copy"], sys.modules["copies"]
   yield tmp_path / "run"
   sys.modules.pop("copies", None)

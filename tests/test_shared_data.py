@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax import files
-from dpjax import run as run_lib
-from dpjax.data import encoding
-from dpjax.data import tokens as tokens_module
+from dpjax.data import encoding, token_files
 from dpjax.errors import UserError
-from dpjax.run import prepare
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import prepare, run_files
 from dpjax.text.factory import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from tests import helpers
@@ -57,13 +54,13 @@ def test_settings_that_change_the_tokens_have_their_own(config, tmp_path):
     return prepare.prepare_tokens(config, tmp_path / name / "data"), len(tokens_of(config))
 
   assert prepare_in("a")[1] == 1
-  config.model.boundaries = config_lib.boundaries("entropy", left=3)
+  config.model.boundaries = dpjax.config.boundaries("entropy", left=3)
   config.data.manual_dir, config.train.learning_rate = str(tmp_path), 3.0
   assert prepare_in("b")[1] == 1
-  config.model.boundaries = config_lib.boundaries("unigram", size=31)
+  config.model.boundaries = dpjax.config.boundaries("unigram", size=31)
   data, number = prepare_in("c")
   assert data.boundaries is not None and number == 2
-  config.model.boundaries = config_lib.boundaries("none")
+  config.model.boundaries = dpjax.config.boundaries("none")
   config.data.tokenizer = "bytes"
   data, number = prepare_in("d")
   assert data.boundaries is None and number == 3
@@ -80,7 +77,7 @@ def test_tokens_that_are_gone_are_made_again(config, text, tmp_path, again):
   (made,) = tokens_of(config)
   shutil.rmtree(made.parent)
   with pytest.raises(UserError, match="train.bin: .* no such file; `dpjax train --workdir=RUN "):
-    tokens_module.open_tokens(folder).check()
+    token_files.open_tokens(folder).check()
   data = again(config, folder)
   assert data.splits["train"].tolist() == first and data.folder == made.parent
   # Not from another text, with which the run did not begin.
@@ -97,12 +94,12 @@ def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
   prepare.prepare_tokens(config, tmp_path / "old" / "run" / "data")
   # Both together, and the run alone.
   (tmp_path / "old").rename(tmp_path / "new")
-  data = tokens_module.open_tokens(tmp_path / "new" / "run" / "data")
+  data = token_files.open_tokens(tmp_path / "new" / "run" / "data")
   data.check()
   assert data.folder.parent == tmp_path / "new" / "data" / "tokens"
   (tmp_path / "new" / "run").rename(tmp_path / "run")
-  assert not tokens_module.open_tokens(tmp_path / "run" / "data").has_tokens
-  tokens_module.open_tokens(tmp_path / "run" / "data", tmp_path / "new" / "data").check()
+  assert not token_files.open_tokens(tmp_path / "run" / "data").has_tokens
+  token_files.open_tokens(tmp_path / "run" / "data", tmp_path / "new" / "data").check()
 
 
 def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
@@ -117,7 +114,7 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   message = f"^{path}: .* a file that was changed; .* remove {data.folder}, "
   with pytest.raises(UserError, match=message):
     prepare.prepare_tokens(config, folder)
-  run = run_lib.Run(config, nn.Dense(3), {}, data.tokenizer, 0, tokens_module.open_tokens(folder))
+  run = dpjax.runs.Run(config, nn.Dense(3), {}, data.tokenizer, 0, token_files.open_tokens(folder))
   # `calibrate` and `look` read by the second.
   for read in (run.score_split, run.tokens, lambda split: run.data.splits[split]):
     with pytest.raises(UserError, match=message):
@@ -132,7 +129,7 @@ def test_tokens_are_read_whole_once(config, tmp_path, monkeypatch):
   read, real = [], files.checksum
   monkeypatch.setattr(files, "checksum", lambda path: read.append(path.name) or real(path))
   begun = prepare.prepare_tokens(config, folder)
-  opened = tokens_module.open_tokens(folder)
+  opened = token_files.open_tokens(folder)
   for data in (begun, opened):
     for split in (*data.splits, *data.splits):
       assert len(data.splits[split])
@@ -158,12 +155,12 @@ def test_another_vocabulary_has_its_own(config, text, tmp_path):
 
 def test_a_tokenizer_file_is_that_of_a_run(config, tmp_path):
   """By its folder or its file; the kind is its own, unless another one is asked for."""
-  config.data.tokenizer = config_lib.tokenizer("bpe", vocab_size=271)
+  config.data.tokenizer = dpjax.config.tokenizer("bpe", vocab_size=271)
   expected = prepare.prepare_tokens(config, tmp_path / "run" / "data").tokenizer.to_json()
   config.data.path = str(helpers.write_text(tmp_path / "new.txt", 50, seed=7))
   for i, location in enumerate(("run", "run/data/tokenizer.json")):
     for variant in ("bpe", "characters"):  # the default
-      config.data.tokenizer = config_lib.tokenizer(variant, file=str(tmp_path / location))
+      config.data.tokenizer = dpjax.config.tokenizer(variant, file=str(tmp_path / location))
       data = prepare.prepare_tokens(config, tmp_path / f"{variant}{i}" / "data")
       assert data.tokenizer.to_json() == expected and data.folder.name.startswith("new_bpe_")
   assert len(tokens_of(config)) == 2
@@ -178,17 +175,17 @@ def test_a_tokenizer_file_is_that_of_a_run(config, tmp_path):
     ("wordpiece", "run", "expected a tokenizer.json, got .*damaged"),
     ("characters", "none", "expected none, or a run"),
   ):
-    config.data.tokenizer = config_lib.tokenizer(name, file=str(tmp_path / file))
+    config.data.tokenizer = dpjax.config.tokenizer(name, file=str(tmp_path / file))
     with pytest.raises(UserError, match=f"^data.tokenizer.file: {message}"):
       prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
 
 
 def test_tokens_alone(config, tmp_path):
-  run_lib.tokenize(config, tmp_path / "run").check()
-  assert workdir_lib.resumes(tmp_path / "run", config)  # a run to go on with
+  dpjax.runs.tokenize(config, tmp_path / "run").check()
+  assert run_files.resumes(tmp_path / "run", config)  # a run to go on with
   # Or to begin anew, as nothing has been learned.
   config.train.learning_rate = 3.0
-  assert not workdir_lib.resumes(tmp_path / "run", config)
+  assert not run_files.resumes(tmp_path / "run", config)
 
 
 @pytest.mark.parametrize("variant", ["none", "unigram"])
@@ -235,5 +232,5 @@ def test_the_runs_own_folder_is_not_the_shared_one(config, tmp_path, monkeypatch
   for data_dir in ("data", "data/more"):
     config.data.data_dir = data_dir
     with pytest.raises(UserError, match="^data.data_dir: expected a folder outside of"):
-      run_lib.tokenize(config, ".")
+      dpjax.runs.tokenize(config, ".")
   assert not (tmp_path / "data").exists()

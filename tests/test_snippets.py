@@ -17,7 +17,7 @@ import pytest
 import dpjax
 from dpjax import __main__ as dpjax_command
 from dpjax.config import registry
-from dpjax.data import corpus
+from dpjax.data import sources
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -133,7 +133,7 @@ def reader(folder, tmp_path, monkeypatch):
   kinds = registry.mixers, registry.boundaries, registry.optimizers, registry.schedules
   for kind in kinds:
     monkeypatch.setattr(kind, "_registered", dict(kind._registered))
-  monkeypatch.setattr(corpus, "SOURCES", dict(corpus.SOURCES))
+  monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))
   with jax.numpy_rank_promotion("allow"):
     yield
 

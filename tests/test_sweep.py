@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import dpjax
-from dpjax import run as run_lib
 from dpjax.commands import sweep
 from dpjax.training import loop
 from tests import helpers
@@ -114,7 +113,7 @@ def test_table_of_scores(experiment, tmp_path, monkeypatch, capsys):
     (workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     return SimpleNamespace(), {"bits_per_character": bits + 1, "perplexity": math.inf}
 
-  monkeypatch.setattr(run_lib, "train", train)
+  monkeypatch.setattr(dpjax.runs, "train", train)
   assert sweep_rates(experiment, tmp_path / "runs") is None
   rates = ("3e-3", "1e30", "2e-2")
   assert folders == [f"learning_rate={rate}/seed_{seed}" for rate in rates for seed in (3, 0)]
@@ -145,11 +144,11 @@ def test_a_stopped_sweep_resumes(experiment, tmp_path, capsys, monkeypatch):
     return {str(path.relative_to(tmp_path / folder)): path.read_bytes() for path in paths}
 
   # Two runs, two that diverge, and one that is stopped.
-  monkeypatch.setattr(run_lib, "train", stopped)
+  monkeypatch.setattr(dpjax.runs, "train", stopped)
   assert sweep_rates(experiment, tmp_path / "runs") == 1 and len(losses("runs")) == 5
   before = capsys.readouterr()
   assert "Stopped at step 6 of 12" in before.out and "Step 2: expected a finite" in before.err
-  monkeypatch.setattr(run_lib, "train", train)
+  monkeypatch.setattr(dpjax.runs, "train", train)
   for folder in ("runs", "others"):
     assert sweep_rates(experiment, tmp_path / folder) is None
   assert losses("runs") == losses("others") and len(losses("runs")) == 6

@@ -8,16 +8,15 @@ import sys
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import files
 from dpjax.errors import UserError
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import run_files
 from dpjax.training import reporting
 from tests import helpers
 
 HOLD = """
 import pathlib, sys, time
-from dpjax.run import workdir
+from dpjax.runs import run_files
 with workdir.lock(pathlib.Path(sys.argv[1])):
   print("locked", flush=True)
   time.sleep(600)
@@ -45,12 +44,12 @@ def test_a_second_process_is_told_who_trains_until_that_ends_however_it_does(own
   message = f"got {tmp_path}, locked by process {owner.pid} on {socket.gethostname()}"
   for _ in range(2):  # The refusal has not written its own name over the owner's.
     with pytest.raises(UserError, match=f"^workdir: expected a folder that is free, {message}$"):
-      with workdir_lib.lock(tmp_path):
+      with run_files.lock(tmp_path):
         pass
   owner.kill()
   owner.wait()
   for _ in range(2):  # and with the block
-    with workdir_lib.lock(tmp_path):
+    with run_files.lock(tmp_path):
       pass
     own = f"\nprocess {os.getpid()} on {socket.gethostname()}\n"
     assert (tmp_path / "lock").read_text() == own
@@ -63,7 +62,7 @@ for name in ("fcntl", "grp", "pwd", "resource"):
 import dpjax
 for found in pkgutil.walk_packages(dpjax.__path__, "dpjax."):
   importlib.import_module(found.name)
-from dpjax.run import workdir
+from dpjax.runs import run_files
 with workdir.lock(pathlib.Path(sys.argv[1])):
   print("locked")
 """
@@ -84,16 +83,16 @@ def test_without_what_unix_alone_has_all_modules_load_and_a_run_takes_its_folder
 
 
 def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
-  config = config_lib.default()
-  workdir_lib.write_config(tmp_path, config)
+  config = dpjax.config.default()
+  run_files.write_config(tmp_path, config)
   config.train.batch_size = 10
   # As a kill in the first save leaves them.
   (tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp").mkdir(parents=True)
   (tmp_path / "checkpoints" / "best" / "30.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-  assert not workdir_lib.resumes(tmp_path, config)
+  assert not run_files.resumes(tmp_path, config)
   (tmp_path / "checkpoints" / "30").mkdir()
   with pytest.raises(UserError, match="train.batch_size: 20 there, 10 here"):
-    workdir_lib.resumes(tmp_path, config)
+    run_files.resumes(tmp_path, config)
 
 
 @pytest.mark.parametrize("name", ["metrics.tmp", "checkpoints", "data/tokenizer.json"])
@@ -102,7 +101,7 @@ def test_no_link_is_followed_out_of_the_folder(tmp_path, name):
   link.parent.mkdir(parents=True)
   link.symlink_to(victim)
   with pytest.raises(UserError, match=f"^workdir: .*, got {link}, a link to {victim} "):
-    dpjax.train(config_lib.default(), tmp_path / "run")
+    dpjax.train(dpjax.config.default(), tmp_path / "run")
   assert not victim.exists()
 
 
@@ -111,7 +110,7 @@ def test_links_inside_of_the_folder_and_beside_the_run_are_nobodys_matter(tmp_pa
   (tmp_path / "run" / "checkpoints").symlink_to("elsewhere")
   (tmp_path / "run" / "python").symlink_to("/usr/bin/env")
   (tmp_path / "link").symlink_to("run")
-  with workdir_lib.lock(tmp_path / "link"):
+  with run_files.lock(tmp_path / "link"):
     assert (tmp_path / "run" / "lock").exists()
 
 

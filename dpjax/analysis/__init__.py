@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from dpjax.analysis import calibrate as calibrate
-  from dpjax.analysis import compile as compile
+  from dpjax.analysis import compilation as compilation
+  from dpjax.analysis import curves as curves
   from dpjax.analysis import devices as devices
   from dpjax.analysis import page as page
   from dpjax.analysis import plots as plots
   from dpjax.analysis import reading as reading
-  from dpjax.analysis import runs as runs
   from dpjax.analysis import style as style
   from dpjax.analysis.page import look as look
 else:

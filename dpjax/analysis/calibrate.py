@@ -24,7 +24,7 @@ from dpjax.errors import UserError
 if TYPE_CHECKING:
   import jax
 
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 
 def entropies(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":

@@ -27,7 +27,7 @@ import numpy as np
 
 if TYPE_CHECKING:
   from dpjax.analysis.reading import Segmentation
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 # The tokens in a matrix, and whether each head has its own: the first that fits into a page.
 _SIZES = (

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dpjax import files
-from dpjax.analysis import runs as runs_lib
-from dpjax.analysis import style
-from dpjax.analysis.runs import Record
+from dpjax.analysis import curves, style
+from dpjax.analysis.curves import Record
 from dpjax.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def draw(
     label = "training cost (nats per token)" if every == 1 else label
 
     def medians(run: Record) -> Mapping[int, float]:
-      return {every * i: y for i, y in enumerate(runs_lib.medians(run.losses, every), 1)}
+      return {every * i: y for i, y in enumerate(curves.medians(run.losses, every), 1)}
 
     panels.append(partial(draw_lines, runs=runs, curve=medians, label=label))
   if figure != "curves" and metric:
@@ -130,13 +129,13 @@ def draw_lines(
   `curve` returns a run's values by batch, `label` describes them, and `look` is passed to
   `matplotlib.axes.Axes.plot`.
   """
-  groups = runs_lib.group(runs_lib.names(runs, seeds=False), runs)
+  groups = curves.group(curves.names(runs, seeds=False), runs)
   for i, (name, group) in enumerate(groups.items()):
-    curves = [curve(run) for run in group]
-    x = sorted(set.intersection(*map(set, curves)))
+    lines = [curve(run) for run in group]
+    x = sorted(set.intersection(*map(set, lines)))
     if not x:
       continue
-    y = np.array([[values[at] for at in x] for values in curves])
+    y = np.array([[values[at] for at in x] for values in lines])
     mean, line = y.mean(axis=0), style.line(i)
     if len(group) > 1:
       name += f", {len(group)} seeds"
@@ -186,7 +185,7 @@ def check_suffix(path: str | Path) -> None:
 
 
 def report(table: str, runs: Sequence[Record], allowed: Sequence[str]) -> None:
-  """Prints a table, and what makes the runs hard to compare; see `dpjax.analysis.runs.notes`."""
+  """Prints a table, and what makes the runs hard to compare; see `dpjax.analysis.curves.notes`."""
   print(table)
-  if notes := runs_lib.notes(runs, allowed):
+  if notes := curves.notes(runs, allowed):
     print("\nCompare these runs with care:", *notes, sep="\n  ")

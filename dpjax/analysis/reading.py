@@ -1,6 +1,6 @@
 """How a model reads a text: where segments end, surprisals, and the weights of each position.
 
-All numbers are those of an evaluation, `dpjax.run.Run.score`, before summation.
+All numbers are those of an evaluation, `dpjax.runs.Run.score`, before summation.
 T token, H head.
 """
 
@@ -27,7 +27,7 @@ from dpjax.training import evaluation, losses
 from dpjax.training.trainer import jit_eval_step
 
 if TYPE_CHECKING:
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 MAX_TOKENS = 10_000
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpjax.analysis import calibrate
-from dpjax.commands.parser import Parser, path, start
+from dpjax.commands.command_line import Parser, path, start
 from dpjax.commands.processes import check_platform
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -40,14 +40,14 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _calibrate(options: Namespace) -> None:
-  from dpjax import run as run_lib
+  from dpjax import runs
 
   check_platform()
   if options.rates and (options.rule, options.theta_add) != ("global", 0.0):
     raise UserError("rates: expected neither --rule nor --theta_add, which belong to --factor")
-  run = run_lib.load(options.run)
+  run = runs.load(options.run)
   if not options.rates:
-    run_lib.check_frozen(run)
+    runs.check_frozen(run)
   window = run.window if options.window is None else options.window
   if not 1 <= window <= run.window:
     raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")

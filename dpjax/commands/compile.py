@@ -16,11 +16,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpjax import config as config_lib
 from dpjax import files
-from dpjax.analysis import compile as compile_lib
-from dpjax.analysis import devices
-from dpjax.commands.parser import Parser, natural, path, start
+from dpjax.analysis import compilation, devices
+from dpjax.commands.command_line import Parser, natural, path, start
 from dpjax.config import loading
 from dpjax.errors import UserError
 
@@ -31,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> None:
   add = parser.add_argument
   add("--topology", default="cpu", help="what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
   about = "what to compile; repeat it for several"
-  add("--steps", choices=compile_lib.STEPS, action="append", help=about)
+  add("--steps", choices=compilation.STEPS, action="append", help=about)
   about = "segments of the longest row; 0: the window"
   add("--segments", type=natural, default=0, help=about)
   about = "also find the largest train.batch_size that fits"
@@ -50,15 +48,15 @@ def _compile(options: Namespace, folder: str) -> None:
   if config is None:
     raise UserError("--config: expected an experiment, got none")
   # A text or tokenizer other than the run's has a different vocabulary.
-  is_run = os.path.isdir(folder) and config_lib.load(folder).data.to_dict() == config.data.to_dict()
+  is_run = os.path.isdir(folder) and loading.load(folder).data.to_dict() == config.data.to_dict()
   run = folder if is_run else ""
-  steps = options.steps or compile_lib.STEPS
+  steps = options.steps or compilation.STEPS
   topology, segments = options.topology, options.segments
-  result = compile_lib.compile_steps(config, topology, steps=steps, segments=segments, run=run)
+  result = compilation.compile_steps(config, topology, steps=steps, segments=segments, run=run)
   if options.largest_batch:
-    rows = compile_lib.largest_batch(config, topology, segments=segments, run=run)
+    rows = compilation.largest_batch(config, topology, segments=segments, run=run)
     result["largest_batch"] = rows
-  print(compile_lib.table(result))
+  print(compilation.table(result))
   rows = config.train.batch_size
   if result["batch_size"] != rows:
     print(f"train.batch_size: {result['batch_size']}, as {rows} do not divide over the devices")

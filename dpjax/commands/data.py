@@ -3,9 +3,9 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from dpjax.commands.parser import Parser, start
+from dpjax.commands.command_line import Parser, start
 from dpjax.config.registry import load_plugins
-from dpjax.data import corpus
+from dpjax.data import sources
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -18,7 +18,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _list(_: Namespace) -> None:
   load_plugins()
-  for name, source in corpus.SOURCES.items():
+  for name, source in sources.SOURCES.items():
     print(f"{name}: {source.title}")
     print(
       f"  size       {source.size}\n  licence    {source.licence}\n  source     {source.source}\n"

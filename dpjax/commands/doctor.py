@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import __version__, ops
-from dpjax.commands.parser import Parser, start
+from dpjax.commands.command_line import Parser, start
 from dpjax.training import sharding
 
 _PACKAGES = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpjax import files
-from dpjax.commands.parser import Parser, exit_unless_finite, find_run, path, start
+from dpjax.commands.command_line import Parser, exit_unless_finite, find_run, path, start
 from dpjax.data import readers
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -44,16 +44,16 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(options: Namespace) -> None:
-  from dpjax import run as run_lib
+  from dpjax import runs
 
   folder = find_run(options)
   _check(options, folder)
   texts = {name: _read(name) for name in options.text}
   with tempfile.TemporaryDirectory() as scratch:
     if options.torch_checkpoint:
-      run = run_lib.load_torch(options.torch_checkpoint, options.config, scratch)
+      run = runs.load_torch(options.torch_checkpoint, options.config, scratch)
     else:
-      run = run_lib.load(str(folder), options.step)
+      run = runs.load(str(folder), options.step)
     if texts:
       _score_texts(run, texts, options)
     else:
@@ -88,14 +88,14 @@ def _read(name: str) -> str:
 def _score_split(run: "Run", options: Namespace) -> None:
   import jax
 
-  from dpjax import run as run_lib
-  from dpjax.run import workdir
+  from dpjax import runs
+  from dpjax.runs import run_files
 
   split = options.split or "test"
   isolate = options.isolate_documents
   if isolate is None:
     isolate = run.config.data.isolate_documents
-  is_writable = run.workdir is not None and not workdir.is_exported(run.workdir)
+  is_writable = run.workdir is not None and not run_files.is_exported(run.workdir)
   scores = run.score_split(
     split,
     window=options.window,
@@ -107,14 +107,14 @@ def _score_split(run: "Run", options: Namespace) -> None:
   if jax.process_index() == 0:
     note = ", each document by itself" if isolate else ""
     print(f"The {split} split, by {options.torch_checkpoint or f'step {run.step}'}{note}:")
-    print(run_lib.table(scores))
+    print(runs.table(scores))
   exit_unless_finite(**{split: scores["nats_per_token"]})
 
 
 def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> None:
   import jax
 
-  from dpjax import run as run_lib
+  from dpjax import runs
   from dpjax.training import metrics
 
   is_first = jax.process_index() == 0
@@ -125,7 +125,7 @@ def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> No
     nats[name] = scores["nats_per_token"]
     if is_first:
       print(f"{name}, by {options.torch_checkpoint or f'step {run.step}'}:")
-      print(run_lib.table(scores))
+      print(runs.table(scores))
       if unknown := run.tokenizer.describe_unknown({name: run.tokenizer.encode(text)}):
         print(unknown)
   if options.out and is_first:

@@ -1,6 +1,6 @@
 """Exports a trained run as a small folder for others to load: dpjax export RUN OUT.
 
-OUT may be hf://OWNER/NAME, at the Hugging Face Hub. `dpjax.run.export` describes the folder.
+OUT may be hf://OWNER/NAME, at the Hugging Face Hub. `dpjax.runs.export` describes the folder.
 """
 
 from argparse import Namespace
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpjax import hub
-from dpjax.commands.parser import Parser, path, start
+from dpjax.commands.command_line import Parser, path, start
 from dpjax.commands.processes import check_platform
 
 
@@ -29,14 +29,14 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _export(options: Namespace) -> None:
-  from dpjax import run as run_lib
-  from dpjax.run import workdir
+  from dpjax import runs
+  from dpjax.runs import run_files
 
   check_platform()
-  run = run_lib.load(options.run, options.step)
+  run = runs.load(options.run, options.step)
   run.save(options.out, dtype=options.dtype, license=options.license, private=options.private)
   if hub.is_address(options.out):
     print(f"{options.out}: uploaded")
     return
-  size = (Path(options.out) / workdir.PARAMETERS).stat().st_size
+  size = (Path(options.out) / run_files.PARAMETERS).stat().st_size
   print(f"{options.out}: {size / 2**20:,.1f} MiB")

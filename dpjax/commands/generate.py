@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dpjax import files
-from dpjax.commands.parser import Parser, path, require_run, start
+from dpjax.commands.command_line import Parser, path, require_run, start
 from dpjax.config import schema
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 _MAX_SAMPLES = 4096  # All are rows of one batch.
 
@@ -47,13 +47,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _generate(options: Namespace) -> None:
-  from dpjax import run as run_lib
+  from dpjax import runs
 
   folder = require_run(options)
   if not 1 <= options.num_samples <= _MAX_SAMPLES:
     raise UserError(f"num_samples: expected 1 to {_MAX_SAMPLES:,}, got {options.num_samples}")
   prompt = _read_prompt(options.prompt, options.prompt_file)
-  run = run_lib.load(folder, options.step)
+  run = runs.load(folder, options.step)
   settings = run.config.sample.to_dict()
   default_prompt = settings.pop("prompt")
   for name in settings:

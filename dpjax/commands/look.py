@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpjax import files
-from dpjax.commands.parser import Parser, path, start
+from dpjax.commands.command_line import Parser, path, start
 from dpjax.commands.processes import check_platform
 
 if TYPE_CHECKING:
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 _DEFAULT_TOKENS = 120
 
@@ -31,11 +31,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _look(options: Namespace) -> None:
-  from dpjax import run as run_lib
+  from dpjax import runs
   from dpjax.analysis import page, reading
 
   check_platform()
-  runs = [run_lib.load(folder) for folder in options.run_folder]
+  runs = [runs.load(folder) for folder in options.run_folder]
   text = _read_text(runs[0], options.text)
   segmentations = [reading.segment(run, text) for run in runs]
   for folder, segmentation in zip(options.run_folder, segmentations, strict=True):

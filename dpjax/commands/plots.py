@@ -3,8 +3,8 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from dpjax.analysis import plots, runs
-from dpjax.commands.parser import Parser, path, start
+from dpjax.analysis import curves, plots
+from dpjax.commands.command_line import Parser, path, start
 from dpjax.errors import UserError
 
 
@@ -35,7 +35,7 @@ def _plot(options: Namespace) -> None:
   if not 1.5 <= options.width <= 40:
     raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
   labels = options.labels.split(",") if options.labels else None
-  records = runs.read_runs(options.run_folder, labels)
+  records = curves.read_runs(options.run_folder, labels)
   every = plots.default_every(records) if options.every is None else options.every
   metric = None
   if figure != "curves":
@@ -49,8 +49,8 @@ def _plot(options: Namespace) -> None:
   picture = plots.draw(
     records, figure=figure, every=every, metric=metric, log=log, width=options.width
   )
-  scores = runs.score_table(records, every, metric)
-  table = runs.cost_table(records, every) if figure == "curves" else scores
+  scores = curves.score_table(records, every, metric)
+  table = curves.cost_table(records, every) if figure == "curves" else scores
   plots.report(table, records, ["model.mixer"])
   plots.write(picture, out)
   print(f"\nThe figure: {out}")

@@ -22,11 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpjax import config as config_lib
-from dpjax.analysis import plots, style
-from dpjax.analysis import runs as runs_lib
-from dpjax.commands.parser import Parser, path, start
-from dpjax.config import loading
+from dpjax.analysis import curves, plots, style
+from dpjax.commands.command_line import Parser, path, start
+from dpjax.config import loading, rules, setting
 from dpjax.errors import UserError
 
 
@@ -41,7 +39,7 @@ class Planned(NamedTuple):
 
   name: str
   folder: str
-  config: config_lib.ConfigDict
+  config: setting.ConfigDict
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -111,7 +109,7 @@ def plan(
     for seed in seeds or [config.seed]:
       config = config.copy_and_resolve_references()
       config.seed = seed
-      config_lib.check(config)
+      rules.check(config)
       folder = f"{name}/seed_{seed}".lstrip("/")
       if folder in folders:
         raise UserError(f"--config, --seeds: expected values that differ, got {folder} twice")
@@ -131,8 +129,8 @@ def _values(word: str) -> list[str]:
 def _sweep(settings: Sequence[str], arguments: Any) -> None:
   import jax
 
-  from dpjax import run as run_lib
-  from dpjax.training import loop
+  from dpjax import runs
+  from dpjax.training import reporting
 
   if not arguments.workdir:
     raise UserError("--workdir: expected a folder for the runs, got none")
@@ -142,15 +140,16 @@ def _sweep(settings: Sequence[str], arguments: Any) -> None:
     got = ",".join(arguments.seeds)
     raise UserError(f"--seeds: expected integers with commas between them, got {got}") from error
   # All are checked before any is trained.
-  runs, results = [*plan(settings, seeds, arguments.zip)], []
-  for number, (name, folder, config) in enumerate(runs, 1):
+  planned = [*plan(settings, seeds, arguments.zip)]
+  results = []
+  for number, (name, folder, config) in enumerate(planned, 1):
     workdir = Path(arguments.workdir, folder)
     if jax.process_index() == 0:
-      print(f"\nRun {number} of {len(runs)}: {workdir}", flush=True)
+      print(f"\nRun {number} of {len(planned)}: {workdir}", flush=True)
     try:
-      _, scores = run_lib.train(config, workdir)
+      _, scores = runs.train(config, workdir)
       results.append((name, workdir, scores))
-    except loop.NonFiniteError as error:  # The other runs may succeed.
+    except reporting.NonFiniteError as error:  # The other runs may succeed.
       print(error, file=sys.stderr, flush=True)
       results.append((name, workdir, {}))
     jax.clear_caches()
@@ -168,9 +167,9 @@ def _table(results: Sequence[tuple[str, Path, Mapping[str, float]]]) -> str:
     return all(math.isfinite(scores.get(score, math.nan)) for *_, scores in finite)
 
   score = next(filter(is_known, plots.SCORES))
-  groups, rows = runs_lib.group([name for name, *_ in finite], finite), []
+  groups, rows = curves.group([name for name, *_ in finite], finite), []
   for name, group in groups.items():
-    logged = [runs_lib.read_scores(workdir)[f"valid/{score}"] for _, workdir, _ in group]
+    logged = [curves.read_scores(workdir)[f"valid/{score}"] for _, workdir, _ in group]
     valid = statistics.fmean(min(by_step.values()) for by_step in logged)
     tests = [scores[score] for *_, scores in group]
     mean, spread = f"{statistics.fmean(tests):.4f}", "-"

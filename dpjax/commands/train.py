@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpjax.commands.parser import Parser, exit_unless_finite, path, start
+from dpjax.commands.command_line import Parser, exit_unless_finite, path, start
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
   from dpjax.config import ConfigDict
   from dpjax.data import Tokens
-  from dpjax.run import Run
+  from dpjax.runs import Run
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -31,20 +31,20 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _train(options: Namespace) -> None:
-  from dpjax import run as run_lib
-  from dpjax.training import loop
+  from dpjax import runs
+  from dpjax.training import reporting
 
   profile = _parse_profile(options.profile)
   config = _find_config(options)
   if options.tokenize_only or options.dry_run:
-    data = run_lib.tokenize(config, options.workdir)
+    data = runs.tokenize(config, options.workdir)
     _print_tokens(data)
     if options.dry_run:
       _print_plan(config, data)
     return
   try:
-    run, scores = run_lib.train(config, options.workdir, profile=profile)
-  except loop.NonFiniteError as error:
+    run, scores = runs.train(config, options.workdir, profile=profile)
+  except reporting.NonFiniteError as error:
     sys.exit(str(error))
   _print_result(run, scores)
   exit_unless_finite(test=scores["nats_per_token"])
@@ -52,7 +52,7 @@ def _train(options: Namespace) -> None:
 
 def _find_config(options: Namespace) -> "ConfigDict":
   """The configuration of --config, or of the run in --workdir."""
-  from dpjax.run import workdir
+  from dpjax.runs import run_files
 
   if not options.workdir:
     raise UserError("--workdir: expected a folder, got none")
@@ -61,7 +61,7 @@ def _find_config(options: Namespace) -> "ConfigDict":
   if not (Path(options.workdir) / "config.json").exists():
     expected = "expected an experiment, or a --workdir with a run to resume"
     raise UserError(f"--config: {expected}, got none, and {options.workdir}")
-  return workdir.read_config(Path(options.workdir))
+  return run_files.read_config(Path(options.workdir))
 
 
 def _print_tokens(data: "Tokens") -> None:
@@ -72,31 +72,31 @@ def _print_tokens(data: "Tokens") -> None:
 
 
 def _print_plan(config: "ConfigDict", data: "Tokens") -> None:
-  from dpjax import config as config_lib
-  from dpjax.analysis import compile as compile_lib
+  from dpjax.analysis import compilation
+  from dpjax.config import rules
   from dpjax.models import build
-  from dpjax.run import training
+  from dpjax.runs import launch
   from dpjax.training import sharding
 
   settings = config.train
   sharding.check_rows(settings.batch_size, settings.grad_accum_steps)
   config = build.with_vocabulary(config, data.tokenizer)
-  epoch = training.make_batches(config, data).steps_per_epoch
-  updates = config_lib.steps_in(settings, "num", steps_per_epoch=epoch)
+  epoch = launch.make_batches(config, data).steps_per_epoch
+  updates = rules.steps_in(settings, "num", steps_per_epoch=epoch)
   size = f"{settings.batch_size} x {settings.window or config.model.max_length} tokens"
   print(f"{updates:,} updates of {size}, {updates / epoch:.4g} times the text; one update takes")
-  print(compile_lib.table(compile_lib.compile_steps(config, "here", steps=["train"])))
+  print(compilation.table(compilation.compile_steps(config, "here", steps=["train"])))
 
 
 def _print_result(run: "Run", scores: Mapping[str, float]) -> None:
   import jax
 
-  from dpjax import run as run_lib
+  from dpjax import runs
 
   is_first = jax.process_index() == 0
   if is_first:
     print(f"\nThe test split, by step {run.step} (best by validation):")
-    print(run_lib.table(scores), flush=True)
+    print(runs.table(scores), flush=True)
   prompt = run.config.sample.prompt
   if not prompt:
     return

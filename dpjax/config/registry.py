@@ -258,25 +258,25 @@ def _boundaries() -> dict[str, Component]:
 def _optimizers() -> dict[str, Component]:
   import optax
 
-  from dpjax.training import optimizer
+  from dpjax.training.optimizers import muon
 
   return {
     "adam": optax.adam,
     "adamw": optax.adamw,
     "lion": optax.lion,
     "sgd": optax.sgd,
-    "muon": optimizer.muon,
+    "muon": muon,
   }
 
 
 def _schedules() -> dict[str, Component]:
-  from dpjax.training import optimizer
+  from dpjax.training.optimizers import constant, cosine, linear, warmup_stable_decay
 
   return {
-    "constant": optimizer.constant,
-    "cosine": optimizer.cosine,
-    "linear": optimizer.linear,
-    "warmup_stable_decay": optimizer.warmup_stable_decay,
+    "constant": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "warmup_stable_decay": warmup_stable_decay,
   }
 
 

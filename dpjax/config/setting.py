@@ -23,7 +23,7 @@ if TYPE_CHECKING:
       ...
 
 else:
-  from ml_collections import ConfigDict as ConfigDict
+  from ml_collections import ConfigDict
 
 _MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
   from dpjax.data.batches import RandomWindows as RandomWindows
   from dpjax.data.batches import ShuffledWindows as ShuffledWindows
   from dpjax.data.batches import Stream as Stream
-  from dpjax.data.corpus import Corpus as Corpus
-  from dpjax.data.corpus import load_corpus as load_corpus
-  from dpjax.data.corpus import register_corpus as register_corpus
   from dpjax.data.encoding import tokenize as tokenize
   from dpjax.data.mixture import MixedWindows as MixedWindows
   from dpjax.data.remote import Source as Source
-  from dpjax.data.tokens import Split as Split
-  from dpjax.data.tokens import Tokens as Tokens
-  from dpjax.data.tokens import open_tokens as open_tokens
+  from dpjax.data.sources import Corpus as Corpus
+  from dpjax.data.sources import load_corpus as load_corpus
+  from dpjax.data.sources import register_corpus as register_corpus
+  from dpjax.data.token_files import Split as Split
+  from dpjax.data.token_files import Tokens as Tokens
+  from dpjax.data.token_files import open_tokens as open_tokens
 else:
   from dpjax import lazy
 

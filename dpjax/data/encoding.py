@@ -17,10 +17,10 @@ import numpy as np
 from tqdm import tqdm
 
 from dpjax import files
-from dpjax.data.corpus import Corpus
 from dpjax.data.encoder import Encoder, TextBoundaries, open_encoder
-from dpjax.data.text import Mixed, Text
-from dpjax.data.tokens import FORMAT, Tokens, open_tokens
+from dpjax.data.sources import Corpus
+from dpjax.data.text_file import Mixed, Text
+from dpjax.data.token_files import FORMAT, Tokens, open_tokens
 from dpjax.errors import UserError
 from dpjax.text.factory import CHARACTER_TOKENIZERS, train_tokenizer
 from dpjax.text.tokenizer import Tokenizer

@@ -70,7 +70,7 @@ def find_split(folder: Path, split: str, suffixes: Sequence[str] = (".txt",)) ->
 
 
 def line_pattern(separator: str) -> str:
-  """The `dpjax.data.corpus.Text.marks` for documents with a separator line."""
+  """The `dpjax.data.sources.Text.marks` for documents with a separator line."""
   return rf"^{re.escape(separator)}\r?\n"
 
 

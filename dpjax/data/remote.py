@@ -53,7 +53,7 @@ class Source:
     size: the size of its text or download, such as "5 MB".
     source: its origin.
     version: increase it when the same files yield another text.
-    documents: the pattern of document marks, see `dpjax.data.corpus.Text.marks`; "" if unknown.
+    documents: the pattern of document marks, see `dpjax.data.sources.Text.marks`; "" if unknown.
     yields_documents: whether each piece is a document.
   """
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from dpjax import config as config_lib
-from dpjax.config import registry
+from dpjax.config import registry, rules, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
@@ -124,8 +123,8 @@ class Generator:
       dtype=dtype,
     )
     settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
-    config_lib.check_sampling(settings)
-    config_lib.check_seed(seed)
+    rules.check_sampling(settings)
+    rules.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
       raise UserError(f"num_samples: expected an integer of at least 1, got {num_samples}")
     if not prompts or isinstance(prompts, str):
@@ -313,7 +312,7 @@ def check_prompt(
         f"model's window has {window}), got {settings['length']}; or another overflow"
       )
     return
-  mixers = dict.fromkeys(x["name"] for x in config_lib.mixers_in(model).values())
+  mixers = dict.fromkeys(x["name"] for x in sections.mixers_in(model).values())
   bounded = [x for x in mixers if not getattr(registry.mixers.component(x), "is_unbounded", True)]
   if not registry.boundaries.component(model.boundaries.name).is_unbounded:
     bounded.append(f"{model.boundaries.name} boundaries")

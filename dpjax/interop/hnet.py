@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from dpjax import config as config_lib
 from dpjax import files
-from dpjax.config import ConfigDict
+from dpjax.config import ConfigDict, rules, sections
 from dpjax.errors import UserError
 from dpjax.interop import torch_arrays, torch_files
 from dpjax.interop.torch_arrays import Table
@@ -89,7 +88,7 @@ def from_torch(
   """
   model = make_settings(config, max_length=max_length)
   model.dtype = dtype
-  config_lib.check_model(model)
+  rules.check_model(model)
   table = find_table(model)
   assert table is not None
   state = torch_arrays.find_state(state_dict)
@@ -126,17 +125,17 @@ def make_settings(
   _check_lengths(config, len(outer) + 1)
   # Multiples of 128; 0 where no layer has a feed-forward network.
   widths = [-(-width // 128) * 128 for width in config["d_intermediate"]]
-  model = config_lib.default_model()
+  model = sections.default_model()
   model.update(**_FRAME, **_DRAWN, vocab_size=config["vocab_size"], max_length=max_length)
   model.update(width=config["d_model"][0], feed_forward_width=widths[0] or 1)
   factors = factors or ((6.0,) if len(outer) == 1 else (3.0,) * len(outer))
   stage = model
   for depth, (first, last) in enumerate(outer):
-    stage.boundaries = config_lib.boundaries("routing", factor=factors[depth])
+    stage.boundaries = sections.boundaries("routing", factor=factors[depth])
     for section, string in ((stage.first, first), (stage.last, last)):
       section.update(_make_stack(config, depth, string))
     sizes = dict(width=config["d_model"][depth + 1], feed_forward_width=widths[depth + 1])
-    stage.middle = config_lib.middle(**sizes)
+    stage.middle = sections.middle(**sizes)
     stage = stage.middle
   model.update(_make_stack(config, len(outer), layout[0]))
   return model
@@ -172,14 +171,14 @@ def _make_mixer(config: Mapping, depth: int, letter: str) -> ConfigDict:
   if letter in "mM":
     names = dict(d_state="state_width", d_conv="num_taps", expand="expand", headdim="head_width")
     options |= {names[key]: x for key, x in config["ssm_cfg"].items() if key in names}
-    return config_lib.mixer("mamba2", **options)
+    return sections.mixer("mamba2", **options)
   keys = ("num_heads", "rotary_emb_dim", "window_size")
   heads, rotated, window = (config["attn_cfg"][key][depth] for key in keys)
   rotary = dict(rotary_base=10_000.0, rotary_features=rotated) if rotated else {}
   options |= dict(num_heads=heads, use_bias=False, **rotary)
   if window < 0:
-    return config_lib.mixer("attention", **options)
-  return config_lib.mixer("local_attention", window=window + 1, **options)
+    return sections.mixer("attention", **options)
+  return sections.mixer("local_attention", window=window + 1, **options)
 
 
 def shapes_of(model: Mapping) -> dict[str, tuple[int, ...]]:
@@ -194,9 +193,9 @@ def shapes_of(model: Mapping) -> dict[str, tuple[int, ...]]:
 
 def find_table(model: Mapping) -> Table | None:
   """The authors' names for the parameters of `config.model`, if it is an H-Net like theirs."""
-  stages = [*config_lib.stages_in(model).values()]
-  outer = [stage for stage in stages if config_lib.is_pooled(stage)]
-  names = {section["name"] for section in config_lib.mixers_in(model).values()}
+  stages = [*sections.stages_in(model).values()]
+  outer = [stage for stage in stages if sections.is_pooled(stage)]
+  names = {section["name"] for section in sections.mixers_in(model).values()}
   is_theirs = all(model[key] == value for key, value in _FRAME.items())
   is_theirs &= {stage["boundaries"]["name"] for stage in outer} == {"routing"}
   if not is_theirs or not names <= {"mamba2", "attention", "local_attention"}:
@@ -219,10 +218,11 @@ def find_table(model: Mapping) -> Table | None:
 
 def _name_stack(path: str, name: str, mixer: Any, num_layers: int) -> dict[str, Any]:
   """The names of the layers' arrays, by the paths of a `dpjax.models.Stack`."""
-  sections = [*config_lib.in_turn("", mixer).values()]
-  period, table = len(sections), {}
+  mixers = [*sections.in_turn("", mixer).values()]
+  period = len(mixers)
+  table = {}
   num_whole = num_layers // period * period
-  for offset, section in enumerate(sections):
+  for offset, section in enumerate(mixers):
     lines = {"mixer_norm/scale": "norm1.weight"}
     lines |= _MIXERS["m" if section["name"] == "mamba2" else "t"]
     lines |= _NETWORK if section["has_feed_forward"] else {}

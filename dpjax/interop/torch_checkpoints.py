@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from dpjax import config as config_lib
-from dpjax.config import ConfigDict, registry
+from dpjax.config import ConfigDict, registry, rules, sections
 from dpjax.errors import UserError
 from dpjax.interop import hnet, torch_arrays
 from dpjax.interop.torch_arrays import Table
@@ -157,12 +156,12 @@ def from_torch(
       raise UserError(f"max_length: expected a number where {_POSITIONS} is missing, got None")
     max_length = len(positions)
 
-  mixer = config_lib.mixer("attention", num_heads=num_heads)
+  mixer = sections.mixer("attention", num_heads=num_heads)
   if not is_attention:
     _check_one_head(sizes, num_heads)
     name = "dispatcher" if variant == "paper" else "dispatcher_multihead"
-    mixer = config_lib.mixer(name, num_heads=num_heads, num_levels=sizes["K"])
-  model_config = config_lib.default_model()
+    mixer = sections.mixer(name, num_heads=num_heads, num_levels=sizes["K"])
+  model_config = sections.default_model()
   model_config.update(
     mixer=mixer,
     vocab_size=sizes["V"],
@@ -171,7 +170,7 @@ def from_torch(
     feed_forward_width=sizes["F"],
     max_length=max_length,
   )
-  config_lib.check_model(model_config)
+  rules.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
 
 
@@ -218,9 +217,9 @@ def _convert_pooled(
     expected = "a number, as a MemTransformerLM has no table of positions"
     raise UserError(f"max_length: expected {expected}, got None")
 
-  model_config = config_lib.default_model()
+  model_config = sections.default_model()
   model_config.update(
-    mixer=config_lib.mixer("relative_attention", num_heads=sizes["H"]),
+    mixer=sections.mixer("relative_attention", num_heads=sizes["H"]),
     vocab_size=sizes["V"],
     width=sizes["D"],
     feed_forward_width=sizes["F"],
@@ -236,8 +235,8 @@ def _convert_pooled(
   names = registry.boundaries.settings(boundaries)
   options = {name: x for name, x in settings.items() if name in names or x != _DEFAULTS[name]}
   options |= {"offset": 0} if boundaries == "fixed" else {}
-  model_config.boundaries = config_lib.boundaries(boundaries, **options)
-  config_lib.check_model(model_config)
+  model_config.boundaries = sections.boundaries(boundaries, **options)
+  rules.check_model(model_config)
   return model_config, torch_arrays.to_params(arrays, table)
 
 
@@ -274,7 +273,7 @@ def _table_of(model: Mapping) -> Table | None:
   """The table for the authors' model with the same settings, if there is one."""
   if (table := hnet.find_table(model)) is not None:
     return table
-  mixer, *others = {section["name"] for section in config_lib.mixers_in(model).values()}
+  mixer, *others = {section["name"] for section in sections.mixers_in(model).values()}
   boundaries, depths = model["boundaries"]["name"], [model["num_layers"]]
   has_predictor = boundaries in ("unigram", "entropy", "gumbel")
   if others or isinstance(model["mixer"], tuple) or model["middle"] is not None:

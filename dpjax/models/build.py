@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from dpjax import config as config_lib
 from dpjax import ops
-from dpjax.config import registry
+from dpjax.config import registry, rules, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
@@ -31,7 +30,7 @@ def build_model(model_config: Mapping, frozen: LanguageModel | None = None) -> L
   `frozen` is the model of another run, for boundaries that use one. Wrong settings raise a
   `ValueError`, `key: expected ..., got ...`.
   """
-  config_lib.check_model(model_config)
+  rules.check_model(model_config)
   return assemble(model_config, frozen)
 
 
@@ -41,7 +40,7 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
   if not model["vocab_size"]:
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
-  core = _core([*config_lib.stages_in(model).values()], frozen)
+  core = _core([*sections.stages_in(model).values()], frozen)
   is_plain = isinstance(core, Stack)
   # The last stack of an hourglass may have its own norm.
   has_final_norm = model["norm_position"] == "pre" and (is_plain or not model["stack_norms"])
@@ -66,9 +65,9 @@ def _core(
 ) -> Stack | Hourglass:
   """The blocks of a model or a middle, with any inner pooling, within `num_branches` branches."""
   model, *inner = stages
-  is_pooled = config_lib.is_pooled(model)
-  sections = [model["first"], model["last"]] if is_pooled else [model]
-  sizes = [(section["mixer"] or model["mixer"], section["num_layers"]) for section in sections]
+  is_pooled = sections.is_pooled(model)
+  outer = [model["first"], model["last"]] if is_pooled else [model]
+  sizes = [(section["mixer"] or model["mixer"], section["num_layers"]) for section in outer]
   num_branches += sum(_count_branches(*size) for size in sizes)
   stacks = [_stack(model, *size, extra_length, num_branches) for size in sizes]
   if not is_pooled:
@@ -110,8 +109,8 @@ def _norm(model: Mapping) -> Norm:
 
 def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
   """The boundaries of each stage of `config.model`, the outermost first."""
-  stages = config_lib.stages_in(model_config).values()
-  return tuple(_build_boundaries(x) for x in stages if config_lib.is_pooled(x))
+  stages = sections.stages_in(model_config).values()
+  return tuple(_build_boundaries(x) for x in stages if sections.is_pooled(x))
 
 
 def _build_boundaries(model: Mapping, frozen: LanguageModel | None = None) -> Boundaries:
@@ -141,8 +140,8 @@ def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
 
 def _count_branches(mixer: Any, num_layers: int) -> int:
   """The mixers and feed-forward networks of a stack."""
-  sections = [*config_lib.in_turn("", mixer).values()]
-  layers = (sections[i % len(sections)] for i in range(num_layers))
+  mixers = [*sections.in_turn("", mixer).values()]
+  layers = (mixers[i % len(mixers)] for i in range(num_layers))
   return sum(1 + section["has_feed_forward"] for section in layers)
 
 
@@ -150,7 +149,7 @@ def _stack(
   model: Mapping, mixer: Any, num_layers: int, extra_length: int, num_branches: int
 ) -> Stack:
   max_length = model["max_length"] + extra_length
-  sections = config_lib.in_turn("", mixer).values()
+  mixers = sections.in_turn("", mixer).values()
   drawn = _drawn(model)
   if model["scale_outputs"]:
     drawn["out_scale"] = num_branches**-0.5
@@ -176,7 +175,7 @@ def _stack(
 
   return Stack.in_turn(
     num_layers,
-    [partial(make_block, section) for section in sections],
+    [partial(make_block, section) for section in mixers],
     scan_layers=model["scan_layers"],
     remat=model["remat"],
     residual_dtype=jnp.float32 if model["residual_dtype"] == "float32" else None,
@@ -227,7 +226,7 @@ def with_vocabulary(config: ConfigDict, tokenizer: Any) -> ConfigDict:
   config.model.vocab_size = tokenizer.vocab_size
   for boundaries in build_boundaries(config.model)[:1]:
     config.model.boundaries.update(boundaries.resolve(tokenizer))
-  config_lib.check_ids(config.model)
+  rules.check_ids(config.model)
   return config
 
 
@@ -242,7 +241,7 @@ def make_model(config: ConfigDict, model: CustomModel, frozen: LanguageModel | N
       f"that gives one, got {built!r}"
     )
   pools = isinstance(built, LanguageModel) and built.hourglass is not None
-  if pools != config_lib.is_pooled(config.model):
+  if pools != sections.is_pooled(config.model):
     raise UserError(
       f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "
       f"is given, which pools {'tokens' if pools else 'none'}, got "

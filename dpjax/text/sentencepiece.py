@@ -81,7 +81,7 @@ class SentencePiece(Tokenizer):
     parts = list(cut_lines(text, 2**14))  # the encoding time is not linear in the length
     ends = [self._line_end >= 0 and part.endswith("\n") for part in parts]
     lines = [part[:-1] if end else part for part, end in zip(parts, ends, strict=True)]
-    # Chunks of a text already have their own threads (`dpjax.data.tokens`).
+    # Chunks of a text already have their own threads (`dpjax.data.token_files`).
     encoded, ids = self._processor.encode(lines, num_threads=1), []
     for line, line_ids, end in zip(lines, encoded, ends, strict=True):
       if self._mark_ids and SPACE_MARK in line:  # It would decode as a space.

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax import files
 from dpjax.errors import UserError, not_writable
-from dpjax.training.optimizer import describe_arrays
+from dpjax.training.optimizers import describe_arrays
 from dpjax.training.trainer import TrainState
 
 FORMAT = 1  # checkpoint format; a version reads its own and all earlier ones

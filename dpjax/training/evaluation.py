@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from dpjax.data import batches
-from dpjax.data.tokens import Split
+from dpjax.data.token_files import Split
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import losses, metrics, sharding

@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 from dpjax.config.rules import steps_in
 from dpjax.errors import Interrupted, UserError
 from dpjax.training import checkpoints, reporting, sharding
-from dpjax.training.reporting import NonFiniteError as NonFiniteError
 from dpjax.training.trainer import Params, Trainer, TrainState
 
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better

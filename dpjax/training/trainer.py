@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dpjax import ops
 from dpjax.config.schema import Train
 from dpjax.models.language_model import LanguageModel
-from dpjax.training import losses, sharding
-from dpjax.training import optimizer as optimizers
+from dpjax.training import losses, optimizers, sharding
 
 _TOKENS_ONLY = losses.Objective()
 Batch = Mapping[str, jax.Array]

@@ -33,9 +33,9 @@ import dpjax
 class DpjaxLM(LM):
   """Answers the harness's requests with a run, or a run's folder."""
 
-  def __init__(self, run: "dpjax.run.Run | str", batch_size: int = 16):
+  def __init__(self, run: "dpjax.runs.Run | str", batch_size: int = 16):
     super().__init__()
-    self.run = run if isinstance(run, dpjax.run.Run) else dpjax.load(run)
+    self.run = run if isinstance(run, dpjax.runs.Run) else dpjax.load(run)
     self.batch_size = batch_size
 
   def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax import config as config_lib
+import dpjax
 from dpjax.models.build import build_model
 from dpjax.training import losses
 from tests import helpers
@@ -38,7 +38,7 @@ FORMS = [(name, form) for name in MODELS for form in EXTRACTIONS.get(name, ("con
 
 
 def settings_of(model):
-  return config_lib.from_dict({"model": SMALL | model}).model.to_dict()
+  return dpjax.config.from_dict({"model": SMALL | model}).model.to_dict()
 
 
 def to_params(arrays):

@@ -10,12 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dpjax.data import corpus as corpus_lib
-from dpjax.data import readers
-from dpjax.data import text as text_lib
-from dpjax.data.corpus import register_corpus
+from dpjax.data import readers, sources, text_file
 from dpjax.data.remote import Source
-from dpjax.data.text import SPLITS, Text
+from dpjax.data.sources import register_corpus
+from dpjax.data.text_file import SPLITS, Text
 from dpjax.errors import UserError
 from tests import helpers
 
@@ -34,7 +32,7 @@ def zst(content):
 
 
 COMPRESS = {".jsonl": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zst}
-MARK = text_lib.BYTE_ORDER_MARK
+MARK = text_file.BYTE_ORDER_MARK
 
 
 def documents(text):
@@ -221,7 +219,7 @@ def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
   ],
 )
 def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 61)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", 61)
   (tmp_path / "a.txt").write_bytes(text.encode())
   parts = [*Text(tmp_path / "a.txt", 0, len(text.encode()))]
   assert "".join(parts) == text
@@ -230,7 +228,7 @@ def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
 
 
 def test_chunks_of_documents_stay_small(tmp_path, monkeypatch):
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 101)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", 101)
   texts = [f"document {i} {'x' * (400 * (i == 700))}\n" for i in range(1_000)]
   (tmp_path / "a.jsonl").write_bytes(as_json(texts))
   text = helpers.load_corpus(path=tmp_path / "a.jsonl").splits["train"]
@@ -339,7 +337,7 @@ def test_the_python_manual(monkeypatch, tmp_path):
 @pytest.fixture
 def register(monkeypatch):
   """Registers a corpus for one test."""
-  monkeypatch.setattr(corpus_lib, "SOURCES", dict(corpus_lib.SOURCES))
+  monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))
   return lambda name, read, **options: register_corpus(
     name, Source("", read, "", "", "", **options)
   )
@@ -393,7 +391,7 @@ def test_splits_by_hand_come_first(register, tmp_path):
 
 
 def test_an_old_installation_has_no_plugin(monkeypatch):
-  monkeypatch.setattr(corpus_lib, "load_plugins", lambda: None)
-  monkeypatch.setattr(corpus_lib, "SOURCES", {"python_manual": 1})
+  monkeypatch.setattr(sources, "load_plugins", lambda: None)
+  monkeypatch.setattr(sources, "SOURCES", {"python_manual": 1})
   with pytest.raises(UserError, match="got text8 .in a clone, `pip install -e .` adds"):
     helpers.load_corpus("text8")

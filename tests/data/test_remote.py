@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 
 from dpjax.data import readers
 from dpjax.data.remote import File, Files
-from dpjax.data.text import SPLITS
+from dpjax.data.text_file import SPLITS
 from dpjax.errors import UserError
 from tests import helpers
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from dpjax import files
-from dpjax.data import encoding
-from dpjax.data import text as text_lib
-from dpjax.data import tokens as tokens_lib
-from dpjax.data.corpus import Corpus
+from dpjax.data import encoding, text_file, token_files
 from dpjax.data.encoder import Encoder
 from dpjax.data.encoding import count_text, encode_text, tokenize
-from dpjax.data.text import SPLITS, Text
-from dpjax.data.tokens import open_tokens
+from dpjax.data.sources import Corpus
+from dpjax.data.text_file import SPLITS, Text
+from dpjax.data.token_files import open_tokens
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
 from dpjax.text.factory import train_tokenizer
@@ -49,7 +47,7 @@ def corpus(tmp_path):
   "variant, chunk_bytes", [("bytes", 2**20), ("characters", 11), ("sentencepiece_bpe", 11)]
 )
 def test_tokens_are_those_of_the_text(tmp_path, monkeypatch, corpus, variant, chunk_bytes):
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", variant, **helpers.vocabulary(variant, 283))
   again = open_tokens(tmp_path / "tokens")
   again.check()
@@ -76,7 +74,7 @@ def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, variant, si
   encoder = Encoder(train_tokenizer(variant, [text], **helpers.vocabulary(variant, size)))
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53, 2):
-    monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
     parts = [encoder(part)[0] for part in Text(tmp_path / "a.txt", 0, len(text.encode()))]
     assert len(parts) > 20 and np.concatenate(parts).tolist() == expected
 
@@ -128,7 +126,7 @@ def test_a_long_name_is_cut(tmp_path, name):
 def test_texts_that_cannot_be_tokenized(
   tmp_path, monkeypatch, corpus, split, content, variant, message
 ):
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 5)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", 5)
   (tmp_path / "texts" / f"{split}.txt").write_bytes(content)
   with pytest.raises(UserError, match=message):
     corpus = helpers.load_corpus(path=tmp_path / "texts")
@@ -177,7 +175,7 @@ def test_a_damaged_record(made, change, message):
 
 @pytest.mark.parametrize("variant, chunk_bytes", [("characters", 17), ("bytes", 2**20)])
 def test_boundaries_are_those_of_the_text(tmp_path, monkeypatch, corpus, variant, chunk_bytes):
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
   tokens = tokenize(corpus, tmp_path / "tokens", variant, boundaries=UNIGRAM)
   model = train_unigram(corpus.splits["train"], 18)
   unigram, again = UnigramBoundaries(model), open_tokens(tmp_path / "tokens", boundaries=UNIGRAM)
@@ -245,7 +243,7 @@ def test_tokens_are_those_of_each_alone(tmp_path, monkeypatch, variant, size, ch
   for split, content in texts.items():
     write_records(folder / f"{split}.jsonl", content)
   tokenizer = train_tokenizer(variant, DOCUMENTS * 7, **helpers.vocabulary(variant, size))
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", chunk_bytes)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
   data = tokenize(helpers.load_corpus(path=folder, data_dir=tmp_path), tmp_path / "data", tokenizer)
   for split, content in texts.items():
     begins, tokens = data.documents[split], data.splits[split]
@@ -269,7 +267,7 @@ def test_a_document_without_tokens_is_none(tmp_path):
   full = Text(train.path, 0, train.path.stat().st_size, train.offsets)
   assert [*full] == [*texts[:-1], "   \n"]
 
-  class Letters(tokens_lib.Tokenizer):
+  class Letters(token_files.Tokenizer):
     name, start_id, lossless, vocab_size = "characters", 0, False, 3
     decode = from_fields = None
 
@@ -301,7 +299,7 @@ OF_RECORDS = Unigram(1, size=27).text_boundaries
 @pytest.fixture
 def records(tmp_path, monkeypatch):
   """Of several shards."""
-  monkeypatch.setattr(text_lib, "CHUNK_BYTES", 97)
+  monkeypatch.setattr(text_file, "CHUNK_BYTES", 97)
   monkeypatch.setattr(encoding, "SHARD_SIZE", 1000)
   texts = [f"Text {i} is\n{'long ' * (i % 13)}and ends." for i in range(400)] + [""]
   write_records(tmp_path / "reversed.jsonl", [x[::-1] for x in texts])
@@ -378,7 +376,7 @@ SCRIPT = """
 import resource, sys
 from dpjax.config.schema import Data
 from dpjax.data import encoding
-from dpjax.data.corpus import load_corpus
+from dpjax.data.sources import load_corpus
 encoding.SHARD_SIZE = 2**22
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 corpus = load_corpus(Data(path=sys.argv[1], data_dir=sys.argv[3]))

@@ -10,7 +10,6 @@ import pytest
 from flax import linen as nn
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise
@@ -30,7 +29,7 @@ def make(tokenizer=None, seed=2, mixer="dispatcher", boundaries="none", sample=F
   `sample` is a setting of some boundaries; without a seed there are no parameters.
   """
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.model.mixer = helpers.component(registry.mixers, mixer, num_heads=3)
   config.model.boundaries = helpers.component(
     registry.boundaries, boundaries, space_ids=tokenizer.space_ids, sample=sample
@@ -172,7 +171,7 @@ def test_wrong_input_is_refused_at_once(dispatcher, settings, message):
 
 
 def test_models_that_end_with_their_window_say_so():
-  last = dict(mixer=config_lib.mixer("attention"))
+  last = dict(mixer=dpjax.config.mixer("attention"))
   pooled = dict(boundaries="fixed", last=last, positions="learned")
   for settings, what in (
     (dict(mixer="attention"), "attention"),
@@ -346,9 +345,9 @@ def test_bfloat16_weights_of_a_float32_model(dispatcher):
 
 
 def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():
-  config = config_lib.default()
+  config = dpjax.config.default()
   config.model.vocab_size = 3
   assert pad_id(config.model) == 0
   for ids, expected in ({(0, 2): 1, (0, 1, 2): 0}).items():
-    config.model.boundaries = config_lib.boundaries("spacebyte", space_ids=ids)
+    config.model.boundaries = dpjax.config.boundaries("spacebyte", space_ids=ids)
     assert pad_id(config.model) == expected

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 import dpjax
 from dpjax import ops
 from dpjax.interop import from_torch, hnet, to_torch
-from dpjax.run import numpy_model
+from dpjax.runs import numpy_model
 from tests import helpers, hub
 
 COLUMNS = slice(None, None, 8)  # of the logits that the files keep

@@ -224,7 +224,7 @@ def config(tmp_path):
 @pytest.mark.slow
 def test_a_file_is_scored(torch, config, tmp_path):
   config.model.scan_layers = False
-  run = dpjax.run.load_torch("model.pt", config, tmp_path)
+  run = dpjax.runs.load_torch("model.pt", config, tmp_path)
   assert run.config.model.scan_layers is False
   # The model by hand, on the first window.
   ids = np.asarray(run.data.splits["test"])[:16].astype(np.int32)
@@ -239,7 +239,7 @@ def test_a_file_is_scored(torch, config, tmp_path):
 def test_a_file_that_cannot_be_loaded_is_refused(torch, config, tmp_path, monkeypatch):
   def refused(message):
     with pytest.raises(ValueError, match=message):
-      dpjax.run.load_torch("model.pt", config, tmp_path)
+      dpjax.runs.load_torch("model.pt", config, tmp_path)
 
   # Their characters are numbered by how often a text has them, which no file tells.
   config.model.mixer = dpjax.config.mixer("relative_attention")

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import layers, models, ops
 from dpjax.config import registry
 from dpjax.layers import attention
@@ -56,7 +55,7 @@ def test_every_setting_arrives(mixer):
   options = OPTIONS | dict(implementation=next(iter(forms)))
   options = {name: options[name] for name in names}
   changes = dict(positions="learned", tie_embeddings=True, remat=True, scan_layers=False)
-  config = settings(config_lib.mixer(mixer, **options), num_layers=3, **changes | SETTINGS)
+  config = settings(dpjax.config.mixer(mixer, **options), num_layers=3, **changes | SETTINGS)
   assert dpjax.build_model(config) == models.LanguageModel(
     *(11, 6, 13),
     models.Stack(3, block(mixer, **options), remat=True, scan_layers=False),
@@ -75,9 +74,9 @@ def test_every_setting_arrives(mixer):
   ],
 )
 def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
-  last = dict(mixer=config_lib.mixer("relative_attention", num_heads=2), num_layers=4)
-  first = dict(mixer=config_lib.mixer("dispatcher"), num_layers=1)
-  section = config_lib.boundaries(boundaries, **options)
+  last = dict(mixer=dpjax.config.mixer("relative_attention", num_heads=2), num_layers=4)
+  first = dict(mixer=dpjax.config.mixer("dispatcher"), num_layers=1)
+  section = dpjax.config.boundaries(boundaries, **options)
   config = settings("attention", section, num_layers=3, first=first, last=last, **SETTINGS)
   predictor = registry.boundaries.component(boundaries)(**options, **derived)
   hourglass = models.Hourglass(
@@ -96,7 +95,7 @@ def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
 
 def two_stages(inner="fixed", width=10, **changes):
   changes |= {name: dict(num_layers=1) for name in ("first", "last")}
-  stage = config_lib.middle(inner, width=width)
+  stage = dpjax.config.middle(inner, width=width)
   stage.first.num_layers = stage.last.num_layers = 1
   return settings("relative_attention", "routing", middle=stage, **changes)
 
@@ -105,9 +104,9 @@ def test_the_settings_of_the_frame_arrive():
   frame = dict(stack_norms=True, residual_dtype="float32", middle_resize="padding")
   frame |= dict(scale_outputs=True, embedding_std=0.7)
   config = two_stages(width=15)
-  config.update(**frame, norm_position="pre", mixer=config_lib.mixer("attention", num_heads=3))
-  bare = config_lib.mixer("dispatcher", has_feed_forward=False)
-  config.first.update(mixer=(config_lib.mixer("me"), bare), num_layers=3)
+  config.update(**frame, norm_position="pre", mixer=dpjax.config.mixer("attention", num_heads=3))
+  bare = dpjax.config.mixer("dispatcher", has_feed_forward=False)
+  config.first.update(mixer=(dpjax.config.mixer("me"), bare), num_layers=3)
   model = dpjax.build_model(config)
   outer, inner = model.hourglass, model.hourglass.middle
   assert (model.final_norm, model.embedding_std) == (None, 0.7)
@@ -126,19 +125,19 @@ def test_the_settings_of_the_frame_arrive():
 
 
 def threshold(**changes):
-  section = config_lib.boundaries("entropy_threshold", **dict(run="a", theta=1.0) | changes)
+  section = dpjax.config.boundaries("entropy_threshold", **dict(run="a", theta=1.0) | changes)
   return settings(boundaries=section)
 
 
 def rotary(features):
-  return settings(config_lib.mixer("attention", num_heads=3, rotary_features=features))
+  return settings(dpjax.config.mixer("attention", num_heads=3, rotary_features=features))
 
 
 # tests/test_config.py and tests/test_hostile.py have those of single settings.
 REFUSED = [
   (settings(vocab_size=0), "vocab_size: expected the tokenizer's size, got 0"),
   (
-    settings(boundaries=config_lib.boundaries("routing", weight=-0.1)),
+    settings(boundaries=dpjax.config.boundaries("routing", weight=-0.1)),
     "boundaries.weight: expected at least 0",
   ),
   (threshold(run=""), "boundaries.run: expected the folder of a run, got ''"),
@@ -150,7 +149,7 @@ REFUSED = [
     "middle.boundaries: .* none, fixed, gumbel, flexitokens, routing",
   ),
   (
-    two_stages(inner=config_lib.boundaries("gumbel", sample=True)),
+    two_stages(inner=dpjax.config.boundaries("gumbel", sample=True)),
     "middle.boundaries: .* in evaluation, got gumbel",
   ),
   (two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),

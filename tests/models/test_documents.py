@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses
 from tests import helpers
@@ -48,12 +47,12 @@ def pooled(boundaries, mixer="relative_attention", inner=None):
   one = dict(num_layers=1)
   config = helpers.model_settings(mixer, boundaries, first=one, last=one, **one)
   if inner is not None:
-    config.middle = config_lib.middle(inner, width=10)
+    config.middle = dpjax.config.middle(inner, width=10)
     config.middle.first.num_layers = config.middle.last.num_layers = 1
   return config
 
 
-section = config_lib.boundaries
+section = dpjax.config.boundaries
 SPACES = dict(space_ids=(SPACE, 3, 4), num_buckets=2)
 CASES = {
   "dispatcher": helpers.model_settings("dispatcher", positions="sinusoidal", num_layers=1),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.layers import dispatcher
 from dpjax.models.build import with_frozen
@@ -22,13 +21,13 @@ ONE = dict(num_layers=1)
 
 def make(theta):
   """A model, and the frozen one that it reads, which pools as well."""
-  words = config_lib.boundaries("whitespace", space_ids=(2, 7), num_buckets=2)
+  words = dpjax.config.boundaries("whitespace", space_ids=(2, 7), num_buckets=2)
   sizes = dict(width=4, feed_forward_width=7, max_length=31, positions="sinusoidal")
   reader = dpjax.build_model(
     helpers.model_settings("dispatcher", words, first=ONE, last=ONE, **sizes)
   )
   settings = dict(run="a", rule="combined", theta=theta, theta_add=THETA_ADD, num_buckets=2)
-  section = config_lib.boundaries("entropy_threshold", **settings)
+  section = dpjax.config.boundaries("entropy_threshold", **settings)
   config = helpers.model_settings("me", section, first=ONE, last=ONE, **ONE)
   return dpjax.build_model(config, reader), reader
 

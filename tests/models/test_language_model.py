@@ -10,9 +10,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import layers, models
-from dpjax.run import numpy_model
+from dpjax.runs import numpy_model
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH, LAYERS = 2, 7, 13, 6, 2
@@ -38,7 +37,7 @@ def draw_params(model):
 
 @pytest.mark.slow
 def test_scan_and_remat_change_nothing():
-  levels = config_lib.mixer("dispatcher", num_heads=2, level_dropout=0.4)
+  levels = dpjax.config.mixer("dispatcher", num_heads=2, level_dropout=0.4)
   settings = dict(mixer=("me", levels), num_layers=3, dropout=0.2, hidden_dropout=0.3)
   params = draw_params(make(**settings))
 
@@ -87,7 +86,7 @@ def test_fewer_layers_than_mixers_take_the_first():
 def test_scan_and_remat_are_what_is_compiled():
   def lower(num_layers, **settings):
     """The program, and whether it computes layers again."""
-    mixers = tuple(config_lib.mixer("attention", num_heads=heads) for heads in (2, 3))
+    mixers = tuple(dpjax.config.mixer("attention", num_heads=heads) for heads in (2, 3))
     model = make(mixers, num_layers=num_layers, **settings)
     shapes = jax.eval_shape(model.init, KEY, TOKENS)["params"]
     loss = jax.grad(lambda p: jnp.sum(model.apply({"params": p}, TOKENS).logits))
@@ -117,10 +116,10 @@ def test_both_forms_begin_with_the_same_parameters_and_each_layer_with_its_own()
   assert 0.09 < abs(kernel).max() <= 0.1 and not first["logits"]["bias"].any()
 
 
-ROTARY = config_lib.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
-BARE = config_lib.mixer("he", adjustment=False, output_projection=False)
+ROTARY = dpjax.config.mixer("attention", num_heads=3, use_bias=False, rotary_base=30.0)
+BARE = dpjax.config.mixer("he", adjustment=False, output_projection=False)
 # Of five layers, two are left after a whole period.
-THREE = "dispatcher", "we", config_lib.mixer("relative_attention", num_heads=3)
+THREE = "dispatcher", "we", dpjax.config.mixer("relative_attention", num_heads=3)
 EQUATIONS = {
   "in turn": dict(mixer=THREE, num_layers=5, positions="learned", activation="gelu"),
   "extractors": dict(mixer=("she", "he", "we", "me", BARE), num_layers=5, norm_position="pre"),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax import ops
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics
@@ -20,17 +19,17 @@ TOKENS = np.random.default_rng(0).integers(VOCAB, size=(BATCH, LENGTH))
 
 def settings(outer, inner, width=INNER):
   config = helpers.model_settings("relative_attention", outer, feed_forward_width=14)
-  config.middle = config_lib.middle(inner, width=width)
+  config.middle = dpjax.config.middle(inner, width=width)
   for section in (config, config.middle):
     section.first.num_layers = section.last.num_layers = 1
-  config.first.mixer = config_lib.mixer("dispatcher", num_heads=3)
+  config.first.mixer = dpjax.config.mixer("dispatcher", num_heads=3)
   return config
 
 
 # Segments without a null group within the tokens, and with one within the segments.
 CONFIG = settings(
-  config_lib.boundaries("routing", num_buckets=2),
-  config_lib.boundaries("gumbel", prior=0.3, num_buckets=3),
+  dpjax.config.boundaries("routing", num_buckets=2),
+  dpjax.config.boundaries("gumbel", prior=0.3, num_buckets=3),
 )
 
 
@@ -117,7 +116,7 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own(pooled):
 
 def test_a_middle_of_its_own_width():
   """Of the tokens' width, with the identity for its matrices, it is one without them."""
-  outer = config_lib.boundaries("fixed", shortening_factor=3)
+  outer = dpjax.config.boundaries("fixed", shortening_factor=3)
   wide = settings(outer, "none")
   wide.middle.first.num_layers = wide.middle.last.num_layers = 2
   model = dpjax.build_model(wide)

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from dpjax.commands import parser as _flags  # noqa: F401  (those of all commands)
+from dpjax.commands import command_line as _flags  # noqa: F401  (those of all commands)
 from reproduce import papers, rows
 from reproduce import report as report_lib
 from tests import helpers

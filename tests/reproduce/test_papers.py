@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dpjax import config as config_lib
+import dpjax
 from reproduce import papers, scales
 
 # By hand from the papers, in the order of the tables: a lost row is missed here.
@@ -43,7 +43,7 @@ def test_the_numbers_of_a_row_stand_in_its_configuration_too():
 def test_every_experiment_can_be_run_at_every_scale(scale):
   for name in CONFIGS:
     config = scales.configure(name, scale)
-    config_lib.check(config)
+    dpjax.config.check(config)
     assert scale != "tiny" or config.data.name == "python_manual", name
     changes = scales.changes(name, scale)
     assert bool(changes) == (scale != "paper"), name
@@ -53,7 +53,7 @@ def test_every_experiment_can_be_run_at_every_scale(scale):
 @pytest.mark.parametrize("table", papers.TABLES)
 def test_what_a_table_compares_stays_different(table):
   names = {row.config for row in papers.TABLES[table].rows}
-  settings = {str(config_lib.flatten(scales.configure(name, "cpu"))) for name in names}
+  settings = {str(dpjax.config.flatten(scales.configure(name, "cpu"))) for name in names}
   assert len(settings) == len(names)
 
 
@@ -62,7 +62,7 @@ def test_texts_are_found_by_name(tmp_path):
   (tmp_path / "wikitext2_raw").mkdir()
   for name in ("text8_prefix", "wiki40b_fi_books", "wiki40b_he", "wiki40b_he_less"):
     (tmp_path / f"{name}.txt").write_text("a text\n")
-  config = config_lib.default()
+  config = dpjax.config.default()
 
   def find(name):
     config.data.name = name

@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers as library
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from dpjax.data import text as text_lib
+from dpjax.data import text_file
 from dpjax.errors import UserError
 from dpjax.text import pieces
 from dpjax.text.factory import tokenizer_from_json, train_tokenizer
@@ -205,8 +205,8 @@ def test_the_chunks_of_a_text_have_its_ids(of_family, tmp_path, monkeypatch):
   (tmp_path / "a.txt").write_text(text)
   expected = raw.encode(text, add_special_tokens=False).ids
   for size in range(37, 60, 2):
-    monkeypatch.setattr(text_lib, "CHUNK_BYTES", size)
-    parts = [*text_lib.Text(tmp_path / "a.txt", 0, len(text))]
+    monkeypatch.setattr(text_file, "CHUNK_BYTES", size)
+    parts = [*text_file.Text(tmp_path / "a.txt", 0, len(text))]
     assert len(parts) > 5
     assert [i for part in parts for i in tokenizer.encode(part).tolist()] == expected
 

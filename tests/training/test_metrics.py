@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import run as run_lib
 from dpjax.training import metrics
 from tests import helpers
 
@@ -35,7 +34,7 @@ def test_a_run_whose_tokenizer_loses_text_reports_no_bits(text, tmp_path, capsys
     "perplexity" in printed and printed.count("bits") == printed.count("no bits per character") == 1
   )
   why = "(no bits per character: the tokens do not hold the whole text)"
-  assert run_lib.table(scores).endswith(why)
+  assert dpjax.runs.table(scores).endswith(why)
 
 
 def test_a_perplexity_beyond_floats_is_infinite():

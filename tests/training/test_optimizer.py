@@ -11,10 +11,9 @@ import pytest
 from optax import contrib
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.config import registry
-from dpjax.run import training
-from dpjax.training import checkpoints, optimizer, sharding
+from dpjax.runs import launch
+from dpjax.training import checkpoints, optimizers, sharding
 from dpjax.training.trainer import Trainer, abstract_params
 from tests import helpers
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def schedule(name, peak=0.5, num_steps=10, **settings):
   section = registry.schedules.section(name, **settings)
-  return optimizer.build_schedule({"schedule": section, "learning_rate": peak}, num_steps)
+  return optimizers.build_schedule({"schedule": section, "learning_rate": peak}, num_steps)
 
 
 COS = [0, 0.25, *(0.25 * (1 + np.cos(np.pi * np.array([0, 2, 3, 4, 8, 8]) / 8)))]
@@ -78,7 +77,7 @@ def test_is_the_authors_from_the_second_update():
       lambda: schedule("warmup_stable_decay", warmup_steps=7, decay_fraction=0.4),
       "warmup_steps: expected at most the 6 steps before",
     ),
-    (lambda: optimizer.make_optimizer("sdg", 0.5), "expected one of .* got sdg; did you mean sgd"),
+    (lambda: optimizers.make_optimizer("sdg", 0.5), "expected one of .* got sdg; did you mean sgd"),
   ],
 )
 def test_refusals(make, message):
@@ -109,7 +108,7 @@ def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
   grads = jax.tree.map(lambda x: x**2 - 0.5, params)
 
   def update_once(name, **settings):
-    rule = optimizer.make_optimizer(name, 0.1, **settings)
+    rule = optimizers.make_optimizer(name, 0.1, **settings)
     return jax.jit(lambda grads: rule.update(grads, rule.init(params), params)[0])(grads)
 
   updates, of_adam = update_once("muon"), update_once("adam", nesterov=True)
@@ -140,14 +139,14 @@ MASKS = [
 
 
 def test_masks_of_a_model_with_everything():
-  outer, inner = (config_lib.boundaries(name, num_buckets=2) for name in ("gumbel", "routing"))
+  outer, inner = (dpjax.config.boundaries(name, num_buckets=2) for name in ("gumbel", "routing"))
   names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
   sizes = dict(num_heads=2, head_width=4)
   every = [helpers.component(registry.mixers, x, **sizes) for x in names]
   config = helpers.model_settings(
     tuple(every), outer, activation="swiglu", positions="learned", num_layers=len(every) + 1
   )
-  config.middle = config_lib.middle(inner, width=8)
+  config.middle = dpjax.config.middle(inner, width=8)
   config.first.mixer = every[3]
   init = dpjax.build_model(config).init
   params = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
@@ -157,23 +156,23 @@ def test_masks_of_a_model_with_everything():
   }
   rows = {name: next(x for x in MASKS if re.fullmatch(x[0], name)) for name in arrays}
   assert {*rows.values()} == {*MASKS}
-  axes = jax.tree.leaves(optimizer._matrices(params), is_leaf=lambda x: not isinstance(x, dict))
-  decays = jax.tree.leaves(optimizer.decays(params))
+  axes = jax.tree.leaves(optimizers._matrices(params), is_leaf=lambda x: not isinstance(x, dict))
+  decays = jax.tree.leaves(optimizers.decays(params))
   for (name, x), of_muon, is_decayed in zip(arrays.items(), axes, decays, strict=True):
     _, first, expected = rows[name]
     others = None if first is None else (first, tuple(range(first + 1, x.ndim)))
     assert (of_muon and tuple(of_muon)) == others, name
     assert is_decayed == expected, name
     stage = sum(name.startswith((f"{x}middle", f"{x}null_group")) for x in STAGES)
-    assert optimizer._stage(name.split("/")) == stage, name
+    assert optimizers._stage(name.split("/")) == stage, name
 
 
 def test_what_is_frozen_stays_and_has_no_part_in_the_others():
-  boundaries = config_lib.boundaries("entropy_threshold", run="a", theta=0.5)
+  boundaries = dpjax.config.boundaries("entropy_threshold", run="a", theta=0.5)
   reader = dpjax.build_model(helpers.model_settings())
   model = dpjax.build_model(helpers.model_settings(boundaries=boundaries), reader)
-  update = optimizer.make_optimizer("adamw", 0.1, grad_clip_norm=0.5, weight_decay=0.3)
-  update, of_others = optimizer.for_model(update, model), optimizer.for_model(update, reader)
+  update = optimizers.make_optimizer("adamw", 0.1, grad_clip_norm=0.5, weight_decay=0.3)
+  update, of_others = optimizers.for_model(update, model), optimizers.for_model(update, reader)
   # What else has that name is trained.
   out, trained = jnp.array([1.0, -2.0, 3.0]), stacked_params()
   trained |= {"frozen": {"frozen": jnp.array([[4.0, 0.5]])}}
@@ -198,11 +197,11 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
   train["schedule"] = {"name": "constant", "warmup_steps": 0}
   train["optimizer"] = registry.optimizers.section("adamw", **settings)
   grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
-  for name, mask in (("matrices", optimizer.decays), ("all", None)):
+  for name, mask in (("matrices", optimizers.decays), ("all", None)):
     updates, expected = (
       jax.jit(update.update)(grads, update.init(params), params)[0]
       for update in (
-        optimizer.build_optimizer({**train, "weight_decay_mask": name}, 7),
+        optimizers.build_optimizer({**train, "weight_decay_mask": name}, 7),
         optax.adamw(0.1, **settings, mask=mask),
       )
     )
@@ -223,13 +222,13 @@ MULTIPLIERS = (3.0, 0.5, 0.125)
 
 
 def test_stage_multipliers_multiply_the_updates_of_each_stage():
-  config = config_lib.default()
-  config.model = helpers.model_settings(boundaries=config_lib.boundaries("fixed"))
-  config.model.middle = config_lib.middle("routing", width=8)
-  config.train.optimizer = config_lib.optimizer("adamw", weight_decay=0.3)
-  plain = training.make_trainer(config, None, 7).optimizer
+  config = dpjax.config.default()
+  config.model = helpers.model_settings(boundaries=dpjax.config.boundaries("fixed"))
+  config.model.middle = dpjax.config.middle("routing", width=8)
+  config.train.optimizer = dpjax.config.optimizer("adamw", weight_decay=0.3)
+  plain = launch.make_trainer(config, None, 7).optimizer
   config.train.stage_multipliers = MULTIPLIERS
-  scaled = training.make_trainer(config, None, 7).optimizer
+  scaled = launch.make_trainer(config, None, 7).optimizer
   params, stages = staged_params()
   grads = jax.tree.map_with_path(
     lambda path, x: jnp.cos(len(str(path)) + jnp.arange(15.0).reshape(x.shape)), params
@@ -241,7 +240,7 @@ def test_stage_multipliers_multiply_the_updates_of_each_stage():
   chex.assert_trees_all_close(updates, expected, rtol=1e-6)
   for wrong in (MULTIPLIERS[:2], (*MULTIPLIERS, 1.0)):
     with pytest.raises(ValueError, match="^multipliers: expected 3, one for each stage, got"):
-      optimizer.scale_by_stage(plain, wrong).update(grads, plain_state, params)
+      optimizers.scale_by_stage(plain, wrong).update(grads, plain_state, params)
 
 
 def any_state(*leaves):
@@ -275,7 +274,7 @@ def test_optimizers_that_need_more_or_cannot_be_saved_are_refused(make, message)
   model = helpers.Bigrams(7)
   params = abstract_params(model)
   with pytest.raises(dpjax.UserError, match=f"^optimizer: {message}"):
-    optimizer.check(make(), model, params)
+    optimizers.check(make(), model, params)
 
 
 def halves(params):
@@ -306,9 +305,9 @@ def make_of_all_types():
 )
 def test_any_optimizer_of_optax_trains_and_resumes_bit_for_bit(make, tmp_path):
   model, mesh, update = helpers.Bigrams(7), sharding.make_mesh(jax.devices()[:2]), make()
-  trainer = Trainer(model, update, config_lib.Train(param_sharding="fsdp"))
+  trainer = Trainer(model, update, dpjax.config.Train(param_sharding="fsdp"))
   abstract = trainer.abstract_state(mesh)
-  optimizer.check(update, model, abstract.params)
+  optimizers.check(update, model, abstract.params)
   train = trainer.jit_step(abstract)
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7
   batch = dict(tokens=tokens, targets=(tokens + 2) % 7, weights=np.ones((8, 5), np.float32))

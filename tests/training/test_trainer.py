@@ -8,11 +8,10 @@ import pytest
 from flax import linen as nn
 
 import dpjax
-from dpjax import config as config_lib
 from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
-from dpjax.training import losses, optimizer, sharding, trainer
+from dpjax.training import losses, optimizers, sharding, trainer
 from dpjax.training.trainer import Trainer
 from tests import helpers
 
@@ -49,7 +48,7 @@ def draw_state(model, update):
 
 
 def make_trainer(model, update, grad_accum_steps=1, objective=None, **settings):
-  settings = config_lib.Train(grad_accum_steps=grad_accum_steps, **settings)
+  settings = dpjax.config.Train(grad_accum_steps=grad_accum_steps, **settings)
   return Trainer(model, update, settings, objective or losses.Objective())
 
 
@@ -172,7 +171,7 @@ class Wide(nn.Module):
 
 def test_eight_devices_train_as_one():
   model = Wide()
-  update = optimizer.make_optimizer("adam", 1e-3, grad_clip_norm=0.5)
+  update = optimizers.make_optimizer("adam", 1e-3, grad_clip_norm=0.5)
 
   def run(num_devices, param_sharding):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
@@ -226,7 +225,7 @@ def test_parts_of_a_pooled_batch_give_the_gradient_of_the_whole(names):
     boundaries=outer, vocab_size=VOCAB, num_layers=1, first=one, last=one
   )
   if inner:
-    config.middle = config_lib.middle(*inner, width=10)
+    config.middle = dpjax.config.middle(*inner, width=10)
     config.middle.first.num_layers = config.middle.last.num_layers = 1
   model, objective = dpjax.build_model(config), losses.Objective(build_boundaries(config))
   order = np.arange(BATCH).reshape(-1, 4).T  # Row b goes to part b % 4.

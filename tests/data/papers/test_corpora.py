@@ -13,8 +13,7 @@ import zipfile
 import pytest
 
 from dpjax.commands import data as command
-from dpjax.data import corpus as corpus_lib
-from dpjax.data import readers, remote
+from dpjax.data import readers, remote, sources
 from dpjax.data.remote import Files
 from dpjax.errors import UserError
 from dpjax.text.pieces import BytePairs
@@ -51,7 +50,7 @@ def read(files):
 
   def read_all(name):
     texts = {}
-    for split, piece in corpus_lib.read_source(name, files):
+    for split, piece in sources.read_source(name, files):
       texts[split] = texts.get(split, "") + piece
     return texts
 
@@ -430,7 +429,7 @@ def test_the_command_lists_all_corpora(capsys):
   command.main(["list"])
   blocks = capsys.readouterr().out.strip().split("\n\n")
   by_name = {block.partition(":")[0]: block for block in blocks}
-  assert by_name.keys() == corpus_lib.SOURCES.keys() >= {"python_manual", "text8", "wiki40b_fi"}
+  assert by_name.keys() == sources.SOURCES.keys() >= {"python_manual", "text8", "wiki40b_fi"}
   assert all("licence" in block for block in blocks)
 
 
@@ -453,7 +452,7 @@ def test_two_that_begin_at_once_and_never_import_tensorflow(tmp_path):
   give(tmp_path, "../data/manual/text8.zip", zipped({"text8": TEXT8}))
   code = (
     "import dataclasses, sys; from dpjax_papers import corpora; "
-    "from dpjax.config.schema import Data; from dpjax.data.corpus import load_corpus; "
+    "from dpjax.config.schema import Data; from dpjax.data.sources import load_corpus; "
     "corpora.TEXT8 = dataclasses.replace(corpora.TEXT8, checksum=''); "
     "sys.stdin.readline(); corpus = load_corpus(Data(name='text8', data_dir=sys.argv[1])); "
     "print(len(''.join(corpus.splits['train']))); "

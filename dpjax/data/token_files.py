@@ -23,7 +23,7 @@ import numpy as np
 
 from dpjax import files
 from dpjax.data.encoder import Encoder, TextBoundaries, open_encoder
-from dpjax.data.text import SPLITS
+from dpjax.data.text_file import SPLITS
 from dpjax.errors import UserError
 from dpjax.text.tokenizer import Tokenizer
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpjax import config as config_lib
 from dpjax import files
 from dpjax.analysis import style
+from dpjax.config import sections
 from dpjax.errors import UserError
 
 # Reporting and computation: they name runs only if nothing else differs, and need no note.
@@ -205,9 +205,10 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
-  flat, sections = [*map(config_lib.flatten, configs)], ("seed", "model", "data", "train")
-  keys = sorted({key for config in flat for key in config if within(key, sections)})
-  keys.sort(key=lambda key: sections.index(key.partition(".")[0]))
+  flat = [sections.flatten(config) for config in configs]
+  compared = ("seed", "model", "data", "train")
+  keys = sorted({key for config in flat for key in config if within(key, compared)})
+  keys.sort(key=lambda key: compared.index(key.partition(".")[0]))
   columns = {key: [config.get(key) for config in flat] for key in keys}
   return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
 

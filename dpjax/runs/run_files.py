@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dpjax import config as config_lib
 from dpjax import files, hub
 from dpjax.config import loading, registry, schema, sections
 from dpjax.config.setting import ConfigDict
@@ -168,7 +167,7 @@ def resumes(workdir: Path, config: ConfigDict) -> bool:
         "checkpoints and no config.json"
       )
     return False
-  differences = config_lib.differences(loading.read_settings(path), config.to_dict())
+  differences = sections.differences(loading.read_settings(path), config.to_dict())
   if differences and has_saved(workdir):
     hint = ""
     if all(line.partition(":")[0] in schema.LENGTHS for line in differences):
@@ -225,7 +224,7 @@ def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return config_lib.from_dict({"model": loading.read_settings(workdir / "frozen.json")}).model
+  return loading.from_dict({"model": loading.read_settings(workdir / "frozen.json")}).model
 
 
 def needs_run(config: ConfigDict) -> bool:

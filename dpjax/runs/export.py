@@ -27,18 +27,17 @@ from safetensors.flax import save_file
 
 from dpjax import files, hub
 from dpjax.config import loading
-from dpjax.data.tokens import write_reference
+from dpjax.data.token_files import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models.build import assemble
-from dpjax.run import card, numpy_model
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import model_card, numpy_model, run_files
 from dpjax.training import checkpoints
 
 if TYPE_CHECKING:
-  from dpjax.run.run import Run
+  from dpjax.runs.run import Run
 
 DTYPES = ("float32", "bfloat16")
-_FILES = (*workdir_lib.EXPORTED, "numpy_model.py")
+_FILES = (*run_files.EXPORTED, "numpy_model.py")
 _log = logging.getLogger(__name__)
 
 
@@ -125,7 +124,7 @@ def _save_folder(run: "Run", folder: Path, dtype: str, license: str) -> None:
         os.replace(partial, folder)
       else:
         # config.json first and the parameters last, see `_is_unfinished`.
-        order = {"config.json": -1, workdir_lib.PARAMETERS: 1}
+        order = {"config.json": -1, run_files.PARAMETERS: 1}
         for path in sorted(partial.iterdir(), key=lambda x: order.get(x.name, 0)):
           os.replace(path, folder / path.name)
     finally:
@@ -135,12 +134,12 @@ def _save_folder(run: "Run", folder: Path, dtype: str, license: str) -> None:
 def _is_unfinished(folder: Path) -> bool:
   """Whether a process was killed while it moved an export into the folder."""
   settings = files.read_json(folder / "config.json")
-  return loading.CHECKSUMS in settings and not workdir_lib.is_exported(folder)
+  return loading.CHECKSUMS in settings and not run_files.is_exported(folder)
 
 
 def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> None:
   assert run.workdir is not None and run.data is not None
-  frozen = workdir_lib.read_frozen(run.config, run.workdir)
+  frozen = run_files.read_frozen(run.config, run.workdir)
   if frozen is not None:
     files.write_json(folder / "frozen.json", frozen.to_dict())
   if "space_ids" in run.config.model.boundaries:
@@ -148,19 +147,19 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   write_reference(run.data, folder / "data", is_export=True)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
   flat: Any = flatten_dict(params, sep=".")
-  path = folder / workdir_lib.PARAMETERS
+  path = folder / run_files.PARAMETERS
   save_file(flat, path, {"step": str(run.step)})
   # A model made in Python may differ from its settings in any way.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
-  foreign = card.foreign_components(run, repr(run.model) == repr(built))
-  text = card.write(run, address, dtype, foreign=foreign, license=license)
+  foreign = model_card.foreign_components(run, repr(run.model) == repr(built))
+  text = model_card.write(run, address, dtype, foreign=foreign, license=license)
   (folder / "README.md").write_text(text, encoding="utf-8")
   if not foreign:
     shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
   # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)
-  settings = workdir_lib.read_config(run.workdir).to_dict()
-  names = [name for name in workdir_lib.CHECKED if (folder / name).exists()]
+  settings = run_files.read_config(run.workdir).to_dict()
+  names = [name for name in run_files.CHECKED if (folder / name).exists()]
   sums = {name: files.checksum(folder / name) for name in names}
   sums["config.json"] = loading.digest(settings)
   files.write_json(folder / "config.json", {**settings, loading.CHECKSUMS: sums})
@@ -172,10 +171,10 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   Raises a `UserError` if the file is damaged, or has another model, dtype or step than `step`. An
   export without checksums, from an earlier version, is read with a warning.
   """
-  path = folder / workdir_lib.PARAMETERS
+  path = folder / run_files.PARAMETERS
   expected: Any = flatten_dict(shapes, sep=".")
   files.check_plain(path)  # A pipe would never end.
-  if not workdir_lib.check_exported(folder, workdir_lib.PARAMETERS):
+  if not run_files.check_exported(folder, run_files.PARAMETERS):
     _log.warning("%s: an export without checksums: damage would not be noticed", folder)
   try:
     with safe_open(path, "flax") as file:

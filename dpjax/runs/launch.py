@@ -13,21 +13,18 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from dpjax import config as config_lib
-from dpjax.config import sections
+from dpjax.config import rules, schema, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.data import batches, mixture
-from dpjax.data.tokens import Tokens
+from dpjax.data.token_files import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
 from dpjax.models import build
-from dpjax.run import prepare
-from dpjax.run import workdir as workdir_lib
-from dpjax.run.run import Run, load, read_params, saved_frozen
+from dpjax.runs import prepare, run_files
+from dpjax.runs.run import Run, load, read_params, saved_frozen
 from dpjax.text.tokenizer import Tokenizer
-from dpjax.training import checkpoints, evaluation, loop, losses, sharding
-from dpjax.training import optimizer as optimizers
+from dpjax.training import checkpoints, evaluation, loop, losses, optimizers, sharding
 from dpjax.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -70,10 +67,10 @@ def train(
   """
   settings = sections.expand_paths(config)
   workdir = Path(os.path.expanduser(workdir))
-  config_lib.check(settings)
-  for key, names in config_lib.idle_mixers(settings.model).items():
+  rules.check(settings)
+  for key, names in rules.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
-  with workdir_lib.lock(workdir):
+  with run_files.lock(workdir):
     data = _open_data(settings, workdir)
     config = build.with_vocabulary(settings, data.tokenizer)
     frozen = _frozen_run(config, workdir, data.tokenizer)
@@ -81,14 +78,12 @@ def train(
     module = build.make_model(config, model, frozen_model)
     run = Run(config, module, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
-    num_steps = config_lib.steps_in(
-      config.train, "num", steps_per_epoch=train_batches.steps_per_epoch
-    )
+    num_steps = rules.steps_in(config.train, "num", steps_per_epoch=train_batches.steps_per_epoch)
     trainer = make_trainer(config, module, num_steps, optimizer)
     trainer = dataclasses.replace(trainer, initial=_initial(run, frozen, model))
     size = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
     frozen_settings = None if frozen is None else frozen.config.model
-    workdir_lib.write_config(workdir, settings, frozen_settings)
+    run_files.write_config(workdir, settings, frozen_settings)
     _print_start(run, data, size, num_steps)
     hooks = loop.Hooks(callbacks, should_stop, profile)
     loop.fit(trainer, train_batches, run.validate, _folder(run, data, workdir), hooks)
@@ -99,27 +94,27 @@ def train(
 def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` does first."""
   config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
-  config_lib.check(config)
-  with workdir_lib.lock(workdir):
+  rules.check(config)
+  with run_files.lock(workdir):
     data = _open_data(config, workdir)
-    workdir_lib.write_config(workdir, config)
+    run_files.write_config(workdir, config)
   return data
 
 
 def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
   """The tokens of a run, new unless it resumes."""
-  resumes = workdir_lib.resumes(workdir, config)
+  resumes = run_files.resumes(workdir, config)
   runs = {"train.init_from": config.train.init_from}
-  if workdir_lib.needs_run(config):
+  if run_files.needs_run(config):
     runs["model.boundaries.run"] = config.model.boundaries.run
   for key, folder in runs.items():
-    if folder and not resumes and not workdir_lib.is_run(workdir_lib.find(folder)):
+    if folder and not resumes and not run_files.is_run(run_files.find(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
   folder, data_dir = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
   if data_dir.is_relative_to(folder):
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
   # Without a checkpoint, its tokens may be from other settings.
-  fresh = not (resumes and workdir_lib.has_saved(workdir))
+  fresh = not (resumes and run_files.has_saved(workdir))
   return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
 
 
@@ -158,12 +153,12 @@ def make_trainer(
   if optimizer is None:
     rate = optimizers.build_schedule(config.train, num_steps)
     optimizer = optimizers.build_optimizer(config.train, num_steps)
-  if multipliers := config_lib.stage_multipliers(config):
+  if multipliers := rules.stage_multipliers(config):
     optimizer = optimizers.scale_by_stage(optimizer, multipliers)
   return Trainer(
     model,
     optimizer,
-    config_lib.Train(**config.train),
+    schema.Train(**config.train),
     losses.Objective(build.build_boundaries(config.model)),
     seed=config.seed,
     learning_rate=rate,
@@ -283,7 +278,7 @@ def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
 
 def _frozen_run(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> Run | None:
   """The run whose model the boundaries use, unless the folder already has it."""
-  if not workdir_lib.needs_run(config) or workdir_lib.has_saved(workdir):
+  if not run_files.needs_run(config) or run_files.has_saved(workdir):
     return None
   key = "model.boundaries.run"
   other = _load_other(config.model.boundaries.run, key, tokenizer)

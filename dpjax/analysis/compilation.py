@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dpjax import config as config_lib
 from dpjax.analysis import devices, style
+from dpjax.config import rules
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError, unknown
 
@@ -137,18 +137,18 @@ class _Programs:
     import jax
 
     from dpjax.models import build
-    from dpjax.run import training, workdir
-    from dpjax.run.run import load
+    from dpjax.runs import launch, run_files
+    from dpjax.runs.run import load
     from dpjax.training import sharding
 
-    config_lib.check(config)
+    rules.check(config)
     sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps, len(chips))
     self._config, self._mesh = config, sharding.make_mesh(chips)
     self._one_chip = sharding.make_mesh(chips[:1])
-    frozen = load(config.model.boundaries.run).model if workdir.needs_run(config) else None
+    frozen = load(config.model.boundaries.run).model if run_files.needs_run(config) else None
     self._model = build.make_model(config, None, frozen)
     self._boundaries = build.build_boundaries(config.model)
-    self._trainer = training.make_trainer(config, self._model, config.train.num_steps or 10**6)
+    self._trainer = launch.make_trainer(config, self._model, config.train.num_steps or 10**6)
     self._state = self._trainer.abstract_state(self._mesh)
     self.parts: dict[str, int] = {}
     for path, array in jax.tree.leaves_with_path(self._state.params):
@@ -276,13 +276,13 @@ def _measure(program: _Program, capacity: int) -> dict[str, Any]:
 def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   """A copy with the sizes that follow from the tokenizer of a run."""
   from dpjax.models import build
-  from dpjax.run import workdir
+  from dpjax.runs import run_files
   from dpjax.text.factory import load_tokenizer
 
   config, section = config.copy_and_resolve_references(), config.data.tokenizer
   size = config.model.vocab_size or _VOCAB_SIZES.get(section.file, 0)
   source = run or section.file or config.train.init_from
-  if not size and source and (tokenizer := load_tokenizer(workdir.find(source))):
+  if not size and source and (tokenizer := load_tokenizer(run_files.find(source))):
     return build.with_vocabulary(config, tokenizer)
   if not size and not section.file and section.name != "characters":
     size = section.get("vocab_size", 256)

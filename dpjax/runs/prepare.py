@@ -8,13 +8,13 @@ from dpjax import files
 from dpjax.config import schema
 from dpjax.config.setting import ConfigDict
 from dpjax.data import remote
-from dpjax.data.corpus import load_corpus
 from dpjax.data.encoding import tokenize
-from dpjax.data.tokens import Tokens, open_tokens, write_reference
+from dpjax.data.sources import load_corpus
+from dpjax.data.token_files import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
-from dpjax.run.workdir import find, on_first_process
+from dpjax.runs.run_files import find, on_first_process
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.factory import load_tokenizer
 from dpjax.text.tokenizer import Tokenizer

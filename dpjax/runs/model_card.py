@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from dpjax import __version__, files
-from dpjax import config as config_lib
+from dpjax.config import sections
 from dpjax.data import mixture, remote
-from dpjax.run import numpy_model
+from dpjax.runs import numpy_model
 
 if TYPE_CHECKING:
-  from dpjax.run.run import Run
+  from dpjax.runs.run import Run
 
 _CARD = """# {name}
 
@@ -49,13 +49,13 @@ _FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
 
 
 def _components(model: Any) -> set[str]:
-  mixers = {section["name"] for section in config_lib.mixers_in(model).values()}
-  boundaries = {stage["boundaries"]["name"] for stage in config_lib.stages_in(model).values()}
+  mixers = {section["name"] for section in sections.mixers_in(model).values()}
+  boundaries = {stage["boundaries"]["name"] for stage in sections.stages_in(model).values()}
   return (mixers | boundaries) - {"none"}
 
 
 def foreign_components(run: "Run", is_built: bool) -> list[str]:
-  """What `dpjax.run.numpy_model` lacks; `is_built` if the settings describe the model."""
+  """What `dpjax.runs.numpy_model` lacks; `is_built` if the settings describe the model."""
   if not is_built:
     return ["its class"]
   return sorted(_components(run.config.model) - {*numpy_model.FUNCTIONS})

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from dpjax import config as config_lib
-from dpjax.config import sections
+from dpjax.config import rules, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.models import build
-from dpjax.run import prepare
-from dpjax.run.run import Run
+from dpjax.runs import prepare
+from dpjax.runs.run import Run
 
 
 def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
@@ -41,9 +40,9 @@ def load_torch(file: str | Path, config: ConfigDict, folder: str | Path) -> Run:
     message = f"torch_checkpoint: expected a file of the authors' code, got {file} ({error})"
     raise UserError(message) from error
   config = sections.expand_paths(config)
-  config_lib.check(config)
+  rules.check(config)
   settings = config.model
-  name = config_lib.mixer_names(settings.mixer)
+  name = sections.mixer_names(settings.mixer)
   if "," in name:
     raise UserError(f"model.mixer: expected one for a torch_checkpoint, got {name}")
   if name == "relative_attention":

@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpjax import config as config_lib
 from dpjax import files, ops
+from dpjax.config import sections
 from dpjax.config.setting import ConfigDict
 from dpjax.data.encoding import count_text
-from dpjax.data.tokens import Split, Tokens
+from dpjax.data.token_files import Split, Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.interop import hnet
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
-from dpjax.run import export, prepare
-from dpjax.run import workdir as workdir_lib
+from dpjax.runs import export, prepare, run_files
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics
@@ -62,7 +61,7 @@ class Run:
   def name(self) -> str:
     """The name of the mixer or mixers, or of the class of a model made in Python."""
     if isinstance(self.model, LanguageModel):
-      return config_lib.mixer_names(self.config.model.mixer)
+      return sections.mixer_names(self.config.model.mixer)
     return type(self.model).__name__
 
   @property
@@ -249,7 +248,7 @@ class Run:
       private: whether a model on the Hub is private.
 
     Raises:
-      ValueError: see `dpjax.run.export.save`.
+      ValueError: see `dpjax.runs.export.save`.
     """
     export.save(self, folder, dtype, license=license, private=private)
 
@@ -299,14 +298,14 @@ def load(
     ValueError: the run or step does not exist, or no checkpoint is intact and finite.
     OSError: a file cannot be read.
   """
-  workdir = workdir_lib.find(workdir)
+  workdir = run_files.find(workdir)
   if (released := hnet.find(workdir)) is not None:
     if step is not None or model is not None:
       raise UserError("step, model: expected None for an H-Net of its authors, got another")
     return _load_released(workdir, *released, dtype)
   if dtype != "float32":
     raise UserError(f"dtype: expected float32 for a run, which has a model.dtype, got {dtype}")
-  config = workdir_lib.read_config(workdir)
+  config = run_files.read_config(workdir)
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
@@ -318,7 +317,7 @@ def load(
 def read_params(run: Run, workdir: Path, step: int | None = None) -> tuple[dict, int]:
   """The parameters of a step of a run, by default the best by validation, and the step."""
   abstract = abstract_params(run.model, run.config.train.param_sharding)
-  if workdir_lib.is_exported(workdir):
+  if run_files.is_exported(workdir):
     params, saved_step = export.restore(workdir, abstract, step)
   else:
     with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
@@ -331,7 +330,7 @@ def read_params(run: Run, workdir: Path, step: int | None = None) -> tuple[dict,
 
 def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
   """An H-Net released by its authors."""
-  config = config_lib.default()
+  config = sections.default()
   config.model, params = hnet.read(arrays, config_file, dtype=dtype)
   _check_finite(params, folder)
   config.data.tokenizer = BytesWithEnds.name
@@ -354,7 +353,7 @@ _is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   """The frozen model of a saved run's boundaries, if any."""
-  settings = workdir_lib.read_frozen(config, workdir)
+  settings = run_files.read_frozen(config, workdir)
   return None if settings is None else build.assemble(settings)
 
 

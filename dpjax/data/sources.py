@@ -24,7 +24,7 @@ from dpjax.config.schema import Data
 from dpjax.data import readers, remote
 from dpjax.data.mixture import parse
 from dpjax.data.remote import Files, Source
-from dpjax.data.text import SPLITS, Mixed, Text, cut_splits, open_plain, write_texts
+from dpjax.data.text_file import SPLITS, Mixed, Text, cut_splits, open_plain, write_texts
 from dpjax.errors import UserError, unknown
 
 PYTHON_MANUAL = "python_manual"
@@ -60,7 +60,7 @@ def load_corpus(data: Data) -> Corpus:
       or these as .jsonl or .parquet. In a folder without these, each .txt file is a document, also
       in subfolders; documents are cut into the splits in the order of their paths, or taken from
       subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
-      With a `mixture`, each split is a `dpjax.data.corpus.Mixed`.
+      With a `mixture`, each split is a `dpjax.data.sources.Mixed`.
       Of `split_fractions`, in bytes, train takes the rounding error. If documents are known, no
       document is cut, and each split has at least one.
 
