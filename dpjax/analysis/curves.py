@@ -16,7 +16,6 @@ import numpy as np
 
 from dpjax import files
 from dpjax.analysis import style
-from dpjax.config import sections
 from dpjax.errors import UserError
 
 # Reporting and computation: they name runs only if nothing else differs, and need no note.
@@ -205,6 +204,8 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
+  from dpjax.config import sections
+
   flat = [sections.flatten(config) for config in configs]
   compared = ("seed", "model", "data", "train")
   keys = sorted({key for config in flat for key in config if within(key, compared)})

@@ -10,8 +10,8 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.lib
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -113,7 +113,7 @@ _LOW = (jnp.bfloat16, jnp.float16)
 # does so on a thread of that pool, so that as many FFTs as there are threads wait for each other
 # for ever (openxla/xla PR 46347). Before 0.11.1, such an FFT takes no other thread; from 0.12 on,
 # programs run on threads of their own, and an FFT does itself what no thread has begun.
-_FFT_CAN_DEADLOCK = (0, 11, 1) <= jaxlib.version.__version_info__ < (0, 12)
+_FFT_CAN_DEADLOCK = jax.lib.__version__.startswith(("0.11.1", "0.11.2"))
 # The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
 # results/ops_h200.json. The first matching row is used: rank of the filters, maximum of B, maximum
 # of T, implementation.
