@@ -52,14 +52,16 @@ def check_lengths(lengths: Integer[Array, "B"], chunk: int) -> Int32[Array, "B"]
 
 
 def mask_padding(
-  inputs: Float[Array, "B C D"], lengths: Integer[Array, "B"] | None
-) -> tuple[Float[Array, "B C D"], Int32[Array, "B"]]:
+  inputs: Float[Array, "B C *dims"], lengths: Integer[Array, "B"] | None
+) -> tuple[Float[Array, "B C *dims"], Int32[Array, "B"]]:
   """The inputs with zeros at the padding, and the number of valid positions in each row."""
   batch, chunk = inputs.shape[:2]
   if lengths is None:
     return inputs, jnp.full(batch, chunk, jnp.int32)
   lengths_b = check_lengths(lengths, chunk)
-  return jnp.where(is_real(lengths_b, chunk)[..., None], inputs, 0), lengths_b
+  is_real_bc = is_real(lengths_b, chunk)
+  is_real_like = is_real_bc.reshape(batch, chunk, *(1,) * (inputs.ndim - 2))
+  return jnp.where(is_real_like, inputs, 0), lengths_b
 
 
 def is_real(lengths: jax.Array, chunk: int) -> Bool[Array, "B C"]:

@@ -115,9 +115,13 @@ def selective_state_space_cached(
     ValueError: shapes or dtypes do not match, or, unless traced, lengths are outside of 0 .. C.
   """
   _check_groups(inputs, b)
+  arrays.integer("chunk_size", chunk_size, 1)
   arrays.check_not_empty(inputs=inputs)
   length, heads = inputs.shape[1:3]
-  dt, _ = mask_padding(dt, lengths)  # With dt = 0 the state neither decays nor grows.
+  # With dt = 0 the state neither decays nor grows; and 0 times nan or inf would be nan.
+  dt, _ = mask_padding(dt, lengths)
+  inputs, _ = mask_padding(inputs, lengths)
+  b, _ = mask_padding(b, lengths)
   if length > 1:
     return _run(chunk_size, inputs, dt, a, b, c, None, state)
   dtype, repeats = sum_dtype(inputs, dt, a, b, c), heads // b.shape[2]
@@ -240,25 +244,62 @@ def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
   dt = chunk.dt.astype(dtype)
   decay = (dt * a.astype(dtype)[None, None]).reshape(shape)
   sees = jnp.tril(jnp.ones((size, size), bool))[None]
-  if chunk.starts is None:
-    total = jnp.cumsum(decay, axis=1)
-    from_before, to_end = jnp.exp(total), jnp.exp(total[:, -1:] - total)
-  else:
+  # Sums from either side: with the difference of two, small terms would lose their digits.
+  from_before = jnp.exp(jnp.cumsum(decay, axis=1))
+  after = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+  to_end = jnp.exp(lax.cumsum(after, axis=1, reverse=True))
+  if chunk.starts is not None:
     number_bq = jnp.cumsum(chunk.starts, axis=1)
     sees &= number_bq[:, :, None] == number_bq[:, None]
-    # Sums within a document, so that no rounding depends on another one.
-    precise = lax.Precision.HIGHEST
-    total = jnp.einsum("bqs,bsgr->bqgr", sees.astype(dtype), decay, precision=precise)
-    from_before = jnp.where((number_bq == 0)[..., None, None], jnp.exp(total), 0)
-    is_last = (number_bq == number_bq[:, -1:])[..., None, None]
-    to_end = jnp.exp(jnp.where(is_last, total[:, -1:] - total, -jnp.inf))
+    from_before = jnp.where((number_bq == 0)[..., None, None], from_before, 0)
+    to_end = jnp.where((number_bq == number_bq[:, -1:])[..., None, None], to_end, 0)
   between = from_before
   if has_between:
-    by_head = jnp.moveaxis(total, 1, -1)  # [B, G, R, Q]
-    lag = by_head[..., :, None] - by_head[..., None, :]
+    lag = _sums_between(decay, chunk.starts)
     between = jnp.exp(jnp.where(sees[:, None, None], lag, -jnp.inf))
   written = (chunk.x.astype(dtype) * dt[..., None]).astype(chunk.x.dtype).reshape(*shape, width)
   return _Decays(between, from_before, to_end, from_before[:, -1], written)
+
+
+@jax.custom_vjp
+def _sums_between(decay_bqgr, starts_bq):
+  """The sum over s < k <= q of decay[k], [B, G, R, Q, S], for q and s of one document."""
+  # Differences of sums so far, each a float and what its rounding lost: as precise as the sum of
+  # the terms between. With differences of floats, small terms would lose their digits.
+  is_start = jnp.zeros(decay_bqgr.shape[:2], bool) if starts_bq is None else starts_bq.astype(bool)
+
+  def add(left, right):
+    (x, x_lost, x_starts), (y, y_lost, y_starts) = left, right
+    total = x + y
+    y_part = total - x
+    lost = (x - (total - y_part)) + (y - y_part)  # Knuth 1997, Sec. 4.2.2, Theorem B.
+    total = jnp.where(y_starts, y, total)
+    return total, jnp.where(y_starts, y_lost, x_lost + y_lost + lost), x_starts | y_starts
+
+  start = decay_bqgr, jnp.zeros_like(decay_bqgr), is_start[..., None, None]
+  total, lost, _ = lax.associative_scan(add, start, axis=1)
+
+  def differences(x_bqgr):
+    x_bgrq = jnp.moveaxis(x_bqgr, 1, -1)
+    return x_bgrq[..., :, None] - x_bgrq[..., None, :]
+
+  return differences(total) + differences(lost)
+
+
+def _sums_between_forward(decay_bqgr, starts_bq):
+  return _sums_between(decay_bqgr, starts_bq), decay_bqgr.shape[1]
+
+
+def _sums_between_backward(size, grad_bgrqs):
+  # The gradient by decay[k] is the sum over q >= k > s, again without differences.
+  is_later = jnp.tril(jnp.ones((size, size), grad_bgrqs.dtype))
+  grad_bgrks = jnp.einsum("qk,bgrqs->bgrks", is_later, grad_bgrqs, precision=lax.Precision.HIGHEST)
+  is_earlier = jnp.tril(jnp.ones((size, size), bool), -1)
+  grad_bgrk = jnp.sum(jnp.where(is_earlier[None, None, None], grad_bgrks, 0), axis=-1)
+  return jnp.moveaxis(grad_bgrk, -1, 1), None
+
+
+_sums_between.defvjp(_sums_between_forward, _sums_between_backward)
 
 
 def _chunk(a, chunk: _Chunk, state):

@@ -58,6 +58,49 @@ def test_chunks_with_a_cache_equal_the_recurrence():
   assert_near(np.concatenate(outputs, 1), exact.run(selective_state_space, (x, dt, a, b, c)), 5e-6)
 
 
+# Two documents of each row begin with the pattern.
+@pytest.mark.parametrize("document_starts", [None, STARTS])
+@pytest.mark.parametrize("steps", [(1e-3, 100), (1e-3, 1e-3, 1e4), (100, 0.05, 0.05), (1e-4, 3, 0)])
+def test_small_steps_keep_their_digits_beside_large_ones(steps, document_starts):
+  x, _, a, b, c = arguments()
+  dt = np.resize(np.float32(steps), (BATCH, LENGTH, HEADS))
+  a[:] = -16, -1, -0.1, -3
+  args = [np.abs(x), dt, a, np.abs(b), np.abs(c)]  # no output is small beside its terms
+  actual, expected = exact.both(
+    partial(ops.selective_state_space, document_starts=document_starts, chunk_size=8),
+    partial(selective_state_space, starts=document_starts),
+    args,
+  )
+  np.testing.assert_allclose(actual[0], expected[0], rtol=2e-6)
+  for grad, by_argument in zip(actual[1:], expected[1:], strict=True):
+    assert_near(grad, by_argument, 2e-5)
+
+
+@pytest.mark.parametrize("lengths, chunk", [((1, 0), 1), ((2, 0), 3), ((3, 1), 3)])
+def test_padding_may_hold_anything(lengths, chunk):
+  x, dt, a, b, c = (z[:, :chunk] if z.ndim > 1 else z for z in arguments())
+  state = np.full((BATCH, HEADS, WIDTH, STATE), 0.5, np.float32)
+  is_padding = np.arange(chunk) >= np.array(lengths)[:, None]
+  spoilt = [
+    np.where(is_padding.reshape(is_padding.shape + (1,) * (z.ndim - 2)), bad, z)
+    for z, bad in ((x, np.nan), (dt, np.inf), (b, np.inf), (c, np.nan))
+  ]
+  run = partial(ops.selective_state_space_cached, lengths=np.array(lengths), chunk_size=2)
+  expected, end = run(x, dt, a, b, c, state)
+  actual, actual_end = run(*spoilt[:2], a, *spoilt[2:], state)
+  np.testing.assert_array_equal(actual_end, end)
+  np.testing.assert_array_equal(actual[~is_padding], expected[~is_padding])
+  np.testing.assert_array_equal(np.asarray(end)[np.array(lengths) == 0], 0.5)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 1.5, None])
+def test_chunk_sizes_are_checked(chunk_size):
+  x, dt, a, b, c = arguments()
+  state = ops.init_selective_state(BATCH, HEADS, WIDTH, STATE)
+  with pytest.raises(ValueError, match="^chunk_size: expected"):
+    ops.selective_state_space_cached(x, dt, a, b, c, state, chunk_size=chunk_size)
+
+
 def test_large_decays_and_steps_of_zero_have_finite_gradients():
   x, dt, a, b, c = arguments()
   dt = dt * np.where(np.arange(LENGTH) % 3 == 0, 0, 100)[None, :, None]
