@@ -140,7 +140,8 @@ class Generator:
       )
     stop_ids = self._stop_ids(stop) | ({self._tokenizer.end_id} - {None})
     samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
-    key = jax.random.key(seed)
+    # Draws of other implementations depend on the number of rows.
+    key = jax.random.key(seed, impl="threefry2x32")
     keys = jnp.stack([jax.random.fold_in(jax.random.fold_in(key, i), j) for j, i in samples])
     texts, start = [self._tokenizer.encode(x).tolist() for x in prompts], self._tokenizer.start_id
     begins = self._tokenizer.begins_texts

@@ -300,6 +300,14 @@ def test_a_row_is_the_row_alone(name, dispatcher, monkeypatch):
     check_case(maker, draw_case(maker, rng), rng)
 
 
+def test_a_text_depends_on_neither_the_default_random_keys_nor_the_other_rows(dispatcher):
+  draw = dict(length=12, temperature=1.0, seed=3)
+  both = write(dispatcher, ["abc hij", "abc"], **draw)
+  with jax.default_prng_impl("rbg"):
+    assert write(dispatcher, ["abc hij", "abc"], **draw) == both
+    assert write(dispatcher, ["abc hij"], **draw) == both[:1]
+
+
 @pytest.mark.parametrize(
   "changes",
   [
