@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 
 def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
   """`__getattr__`, `__dir__` and `__all__` of a package, read from its own source.
+
+  Its modules are attributes, too: `dpjax.interop.hnet` needs no import of its own.
 
   A package lists its public names once, as imports for type checkers:
 
@@ -27,6 +30,9 @@ def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
 
   def get(name: str) -> Any:
     if name not in sources:
+      is_module = not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}")
+      if is_module:
+        return importlib.import_module(f"{package}.{name}")
       raise AttributeError(f"module '{package}' has no attribute '{name}'")
     if sources[name] == package:
       return importlib.import_module(f"{package}.{name}")

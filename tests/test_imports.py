@@ -105,6 +105,11 @@ def test_what_an_import_loads(modules, unwanted):
   assert not {*unwanted.split()} & loaded
 
 
+def test_modules_are_attributes_without_an_import_of_their_own():
+  code = "import dpjax; print(dpjax.interop.hnet.__name__, dpjax.layers.mamba2.Mamba2.__name__)"
+  assert python(code).stdout == "dpjax.interop.hnet Mamba2\n"
+
+
 def public_names() -> dict[str, list[str]]:
   """What each package says of itself, in a process that has imported nothing else."""
   code = f"""

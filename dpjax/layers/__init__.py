@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from dpjax.layers.extractors import SHE as SHE
   from dpjax.layers.extractors import WE as WE
   from dpjax.layers.learned_boundaries import EntropySpikes as EntropySpikes
+  from dpjax.layers.learned_boundaries import EntropyThreshold as EntropyThreshold
   from dpjax.layers.learned_boundaries import FlexiTokens as FlexiTokens
   from dpjax.layers.learned_boundaries import Gumbel as Gumbel
   from dpjax.layers.learned_boundaries import Routing as Routing
