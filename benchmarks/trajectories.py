@@ -200,9 +200,9 @@ class Texts:
 
   def prepared(self, cell: Cell):
     """The tokens of the model's text."""
-    from dpjax.runs import launch
+    from dpjax.runs import prepare
 
-    return launch.tokenize(self.config(cell), self.work / "prepared" / cell.stem)
+    return prepare.tokenize_only(self.config(cell), self.work / "prepared" / cell.stem)
 
   def batches(self, cell: Cell, reference: Path, data: Any) -> Iterator[dict[str, np.ndarray]]:
     """The batches of the authors' code."""

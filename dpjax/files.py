@@ -20,6 +20,7 @@ from dpjax.errors import UserError, not_writable
 
 MAX_BYTES = 2**27  # limit for a file that is read at once
 RECORD = "data.json"  # in each folder that `build_once` built
+JsonObject = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 

@@ -189,7 +189,7 @@ def _tokenize(job: _Job, folder: Path) -> None:
   if not target.exists():
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(dpjax.runs.tokenize(config, workdir).folder, partial)
+    shutil.copytree(dpjax.runs.tokenize_only(config, workdir).folder, partial)
     partial.rename(target)
   print(f"{job.row.name}: {target}", flush=True)
 

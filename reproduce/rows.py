@@ -47,7 +47,7 @@ class Plan:
   @classmethod
   def make(cls, config: ConfigDict, folder: Path) -> "Plan":
     """Opens the tokens of a run, and makes them if they are missing."""
-    data = dpjax.runs.tokenize(config, folder)
+    data = dpjax.runs.tokenize_only(config, folder)
     config = build.with_vocabulary(config, data.tokenizer)
     batches = launch.make_batches(config, data)
     num_steps, every = (

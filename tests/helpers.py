@@ -19,7 +19,6 @@ from flax import linen as nn
 import dpjax
 from dpjax.__main__ import main as dpjax_main
 from dpjax.config import registry, sections
-from dpjax.config.schema import Data
 from dpjax.data import sources
 from dpjax.models import build
 from dpjax.training import losses, optimizers
@@ -39,7 +38,7 @@ def write_text(path: Path, num_lines: int = 400, seed: int = 3) -> Path:
 
 def load_corpus(name: str = "python_manual", path="", **settings) -> sources.Corpus:
   """The corpus of some settings of `config.data`."""
-  return sources.load_corpus(Data(name=name, path=str(path) if path else "", **settings))
+  return sources.load_corpus(path, name=name, **settings)
 
 
 def vocabulary(name: str, size: int) -> dict[str, int]:

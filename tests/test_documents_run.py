@@ -95,5 +95,5 @@ def test_the_command_scores_a_joined_run_by_documents(tmp_path, capsys):
   result = json.loads(file.read_text())["scores"]["nats_per_token"]
   # The joined texts have the same tokens.
   config.data.isolate_documents = True
-  run = dataclasses.replace(run, data=dpjax.runs.tokenize(config, tmp_path / "isolated"))
+  run = dataclasses.replace(run, data=dpjax.runs.tokenize_only(config, tmp_path / "isolated"))
   assert result == pytest.approx(score_alone(run, "test"), rel=1e-5)

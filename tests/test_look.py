@@ -19,7 +19,7 @@ from dpjax.errors import UserError
 from dpjax.layers import Block, FeedForward, Norm, attention
 from dpjax.models import build
 from dpjax.models.stack import Stack
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.tokenizer import train_tokenizer
 from tests import helpers
 
 TEXT = "to be, or not to be|\nthat is the question"

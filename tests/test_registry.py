@@ -106,7 +106,7 @@ def test_boundaries_of_somebody_elses_that_need_the_text(text, tmp_path):
   for i, others in enumerate(("", "x", "")):
     config = pooled_by_text(text, AfterRare, others=others)
     config.data.data_dir = str(tmp_path / "data")
-    data = dpjax.runs.tokenize(config, tmp_path / str(i))
+    data = dpjax.runs.tokenize_only(config, tmp_path / str(i))
     whole = data.tokenizer.decode(data.splits["train"])
     rare = {x for x in whole if whole.count(x) < 0.05 * len(whole)} | {*others}
     assert 1 < len(rare) < 15 and data.fitted.decode() == "".join(sorted(rare))
@@ -129,7 +129,7 @@ def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
 
   config = pooled_by_text(text, Wrong)
   with pytest.raises(dpjax.UserError, match="^model.boundaries: expected 0 or 1 for each of"):
-    dpjax.runs.tokenize(config, tmp_path / "run")
+    dpjax.runs.tokenize_only(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

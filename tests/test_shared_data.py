@@ -13,7 +13,7 @@ from dpjax import files
 from dpjax.data import encoding, token_files
 from dpjax.errors import UserError
 from dpjax.runs import prepare, run_files
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.tokenizer import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from tests import helpers
 
@@ -181,7 +181,7 @@ def test_a_tokenizer_file_is_that_of_a_run(config, tmp_path):
 
 
 def test_tokens_alone(config, tmp_path):
-  dpjax.runs.tokenize(config, tmp_path / "run").check()
+  dpjax.runs.tokenize_only(config, tmp_path / "run").check()
   assert run_files.resumes(tmp_path / "run", config)  # a run to go on with
   # Or to begin anew, as nothing has been learned.
   config.train.learning_rate = 3.0
@@ -232,5 +232,5 @@ def test_the_runs_own_folder_is_not_the_shared_one(config, tmp_path, monkeypatch
   for data_dir in ("data", "data/more"):
     config.data.data_dir = data_dir
     with pytest.raises(UserError, match="^data.data_dir: expected a folder outside of"):
-      dpjax.runs.tokenize(config, ".")
+      dpjax.runs.tokenize_only(config, ".")
   assert not (tmp_path / "data").exists()

@@ -182,7 +182,7 @@ def test_an_initial_run_of_another_vocabulary_and_none_are_refused(finished, tex
   other = tmp_path / "text.txt"
   other.write_text(text.read_text().replace("cat", "zoo"))
   config = helpers.small_config(other, init_from=str(finished[0]))
-  dpjax.runs.tokenize(helpers.small_config(other), tmp_path / "vocabulary")
+  dpjax.runs.tokenize_only(helpers.small_config(other), tmp_path / "vocabulary")
   config.data.tokenizer.file = str(tmp_path / "vocabulary")
   message = f"train.init_from: .* the vocabulary of this one.*; data.tokenizer.file = {finished[0]}"
   with pytest.raises(ValueError, match=message):

@@ -277,7 +277,7 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   """A copy with the sizes that follow from the tokenizer of a run."""
   from dpjax.models import build
   from dpjax.runs import run_files
-  from dpjax.text.factory import load_tokenizer
+  from dpjax.text.tokenizer import load_tokenizer
 
   config, section = config.copy_and_resolve_references(), config.data.tokenizer
   size = config.model.vocab_size or _VOCAB_SIZES.get(section.file, 0)

@@ -37,7 +37,7 @@ def _train(options: Namespace) -> None:
   profile = _parse_profile(options.profile)
   config = _find_config(options)
   if options.tokenize_only or options.dry_run:
-    data = runs.tokenize(config, options.workdir)
+    data = runs.tokenize_only(config, options.workdir)
     _print_tokens(data)
     if options.dry_run:
       _print_plan(config, data)

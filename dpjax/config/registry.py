@@ -281,17 +281,9 @@ def _schedules() -> dict[str, Component]:
 
 
 def _tokenizers() -> dict[str, Component]:
-  from dpjax.text import characters, pieces, sentencepiece
+  from dpjax.text.tokenizer import tokenizer_classes
 
-  return {
-    "characters": characters.Characters.train,
-    "bytes": characters.Bytes.train,
-    "bytes_with_ends": characters.BytesWithEnds.train,
-    "wordpiece": pieces.WordPiece.train,
-    "bpe": pieces.BytePairs.train,
-    "sentencepiece_bpe": sentencepiece.SentencePieceBpe.train,
-    "sentencepiece_unigram": sentencepiece.SentencePieceUnigram.train,
-  }
+  return {name: each.train for name, each in tokenizer_classes().items()}
 
 
 mixers = Registry(
@@ -311,7 +303,7 @@ boundaries = Registry(
 )
 optimizers = Registry("optimizer", _optimizers, supplied=("learning_rate", "mask"))
 schedules = Registry("schedule", _schedules, supplied=("peak", "num_steps"))
-# `dpjax.text` must know the classes of tokenizers.
+# `dpjax.text` has the table of their classes, to read a tokenizer.json without this package.
 tokenizers = Registry(
   "tokenizer", _tokenizers, supplied=("chunks",), paths=("file",), is_open=False
 )

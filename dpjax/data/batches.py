@@ -20,7 +20,6 @@ of the last document's last token, so that no document sees another. With start 
 
 import abc
 import dataclasses
-import math
 
 import numpy as np
 
@@ -213,17 +212,18 @@ class RandomWindows(Windows):
   8.4M tokens there, so every offset is a window.
   """
 
-  _drawn = -1, np.zeros(0)  # a block of steps, and their offsets
+  _block = -1  # of steps, with the offsets of their rows
+  _offsets = np.zeros(0)
 
   def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     block, index = divmod(step, _DRAWN_STEPS)
-    last, offsets = self._drawn
-    if block != last:  # Drawing for 64 steps takes about three times as long as for one.
-      shape = _DRAWN_STEPS, self.batch_size
-      draws = block * math.prod(shape) + np.arange(math.prod(shape))
-      offsets = draw(draws, self._num_windows, self._seed).reshape(shape)
-      self._drawn = block, offsets
-    return offsets[index, rows, None] + np.arange(self.window + 1), False
+    if block != self._block:  # Drawing for 64 steps takes about three times as long as for one.
+      count = _DRAWN_STEPS * self.batch_size
+      draws = block * count + np.arange(count)
+      offsets = draw(draws, self._num_windows, self._seed)
+      self._offsets = offsets.reshape(_DRAWN_STEPS, self.batch_size)
+      self._block = block
+    return self._offsets[index, rows, None] + np.arange(self.window + 1), False
 
   def _count_steps(self) -> int:
     num_tokens = len(self._stream.tokens)
@@ -284,7 +284,7 @@ class EvaluationDocuments:
   def batch(self, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
     """The given rows of batch `index`, 0 .. len - 1."""
     numbers = index * self.batch_size + np.arange(self.batch_size)[rows]
-    shape = len(numbers), self._window
+    shape = (len(numbers), self._window)
     batch = {
       "tokens": np.full(shape, self._stream.pad_id, np.int32),
       "targets": np.zeros(shape, np.int32),
@@ -314,7 +314,8 @@ class EvaluationDocuments:
     """Where the targets of windows begin and end in the stream, and from where they count."""
     number = np.searchsorted(self._ends, windows, "right")
     begins = self._documents.begins
-    first, end = begins[number], np.append(begins[1:], len(self._stream.tokens))[number]
+    first = begins[number]
+    end = np.append(begins[1:], len(self._stream.tokens))[number]
     before = np.where(number > 0, self._ends[number - 1], 0)
     counted = first + (windows - before) * self._stride
     stop = counted + self._stride
@@ -346,7 +347,8 @@ class EvaluationWindows(EvaluationDocuments):
     super().__init__(stream, window, stride, batch_size)
 
   def _fill_rows(self) -> np.ndarray:
-    total, required = len(self._windows), -(-self._max_tokens // self._stride)
+    total = len(self._windows)
+    required = -(-self._max_tokens // self._stride)
     if 0 < required < total:
       self._windows = np.sort(_permute(self._windows[:required], total, (0,)))
       _, ends, counted = self._positions(self._windows)
@@ -383,7 +385,8 @@ def _permute(indices: np.ndarray, size: int, seeds: tuple[int, ...]) -> np.ndarr
   pending = np.ones(result.shape, bool)
   while pending.any():
     values = result[pending]
-    left, right = values >> half, values & mask
+    left = values >> half
+    right = values & mask
     for key in keys:
       left, right = right, left ^ (_mix(right + key) & mask)
     result[pending] = left << half | right

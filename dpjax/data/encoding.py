@@ -9,28 +9,28 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import numpy as np
 from tqdm import tqdm
 
 from dpjax import files
-from dpjax.data.encoder import Encoder, TextBoundaries, open_encoder
 from dpjax.data.sources import Corpus
-from dpjax.data.text_file import Mixed, Text
-from dpjax.data.token_files import FORMAT, Tokens, open_tokens
+from dpjax.data.text_file import JoinedText, TextFile, TextParts, has_documents
+from dpjax.data.token_files import FORMAT, Counts, Encoder, Tokens, open_encoder, open_tokens
 from dpjax.errors import UserError
-from dpjax.text.factory import CHARACTER_TOKENIZERS, train_tokenizer
-from dpjax.text.tokenizer import Tokenizer
+from dpjax.files import JsonObject
+from dpjax.text.boundaries import TextBoundaries
+from dpjax.text.tokenizer import Tokenizer, tokenizer_classes, train_tokenizer
 
 SHARD_SIZE = 2**25  # characters
 LARGE_BYTES = 2**25  # larger texts show a progress bar
 MAX_TRAIN_BYTES = 2**30  # of text to train a vocabulary on
 _INPUTS = "inputs.json"  # identifies the shards
 
-Chunk = list[tuple[str, bool]]  # see `Text.chunks`
+Chunk = list[tuple[str, bool]]  # see `TextFile.chunks`
 
 
 def tokenize(
@@ -40,7 +40,7 @@ def tokenize(
   *,
   shared: bool = False,
   boundaries: TextBoundaries | None = None,
-  **settings: Any,
+  **settings: str | int,
 ) -> Tokens:
   """Trains a tokenizer on the train split, and writes the tokens of every split, once.
 
@@ -60,10 +60,21 @@ def tokenize(
     UserError: from the text, tokenizer or boundaries; or the folder cannot be written.
   """
   if isinstance(tokenizer, str):
-    recipe = _Recipe(corpus, tokenizer, _loaded(tokenizer, settings), settings, boundaries)
+    vocabulary = None  # that of a file with all of its entries; otherwise trained on the text
+    if settings.get("file"):
+      of_file = {x: y for x, y in settings.items() if x != "restrict_vocabulary"}
+      vocabulary = train_tokenizer(tokenizer, (), **of_file)
+    recipe = _Recipe(corpus, tokenizer, vocabulary, settings, boundaries)
+    is_character_level = tokenizer in _character_tokenizers()
   else:
     recipe = _Recipe(corpus, tokenizer.name, tokenizer, settings, boundaries)
-  recipe.check()
+    is_character_level = tokenizer.is_character_level
+  if boundaries is not None and not is_character_level:
+    names = " or ".join(_character_tokenizers())
+    raise UserError(
+      f"data.tokenizer: expected {names} with boundaries that follow from the text, "
+      f"got {recipe.name}"
+    )
   folder = Path(folder)
   if shared:
     folder /= recipe.folder_name()
@@ -73,12 +84,8 @@ def tokenize(
   return open_tokens(folder, boundaries=boundaries)
 
 
-def _loaded(name: str, settings: Mapping[str, Any]) -> Tokenizer | None:
-  """The tokenizer of the vocabulary file among the settings, if any, with all of its entries."""
-  if not settings.get("file"):
-    return None
-  of_file = {x: y for x, y in settings.items() if x != "restrict_vocabulary"}
-  return train_tokenizer(name, (), **of_file)
+def _character_tokenizers() -> list[str]:
+  return [name for name, each in tokenizer_classes().items() if each.is_character_level]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,24 +101,15 @@ class _Recipe:
   corpus: Corpus
   name: str
   tokenizer: Tokenizer | None
-  settings: Mapping[str, Any]
+  settings: Mapping[str, str | int]
   boundaries: TextBoundaries | None
 
-  def check(self) -> None:
-    """Raises a `UserError` for boundaries of the text that a tokenizer cannot have."""
-    if self.boundaries is not None and self.name not in CHARACTER_TOKENIZERS:
-      names = " or ".join(CHARACTER_TOKENIZERS)
-      raise UserError(
-        f"data.tokenizer: expected {names} with boundaries that follow from the text, "
-        f"got {self.name}"
-      )
-
   @functools.cached_property
-  def origin(self) -> dict[str, Any]:
+  def origin(self) -> JsonObject:
     """What identifies the tokens, as JSON values."""
     ignored = ("file",) if self.tokenizer is None else ("file", "vocab_size")
     settings = {x: y for x, y in self.settings.items() if x not in ignored}
-    origin: dict[str, Any] = {
+    origin: JsonObject = {
       "corpus": dict(self.corpus.about) or {"unknown": time.time_ns()},
       "sizes": {split: len(text) for split, text in self.corpus.splits.items()},
       "tokenizer": {"name": self.name, **settings},
@@ -123,7 +121,7 @@ class _Recipe:
     return origin
 
   @property
-  def inputs(self) -> dict[str, Any]:
+  def inputs(self) -> JsonObject:
     """What the folder of the tokens records."""
     inputs = {
       "format": FORMAT,
@@ -138,7 +136,7 @@ class _Recipe:
     digest = _digest(json.dumps(self.origin, sort_keys=True))
     return f"{files.short_name(self.corpus.name)}_{self.name}_{digest[:8]}"
 
-  def build(self, shards: Path, folder: Path) -> dict[str, Any]:
+  def build(self, shards: Path, folder: Path) -> JsonObject:
     """Fills a folder, with the help of the shards of a stopped process; returns what to record."""
     if files.read_json(shards / _INPUTS) == self.inputs:
       encoder = open_encoder(shards, self.boundaries)
@@ -149,7 +147,7 @@ class _Recipe:
       encoder.write(shards)
       files.write_json(shards / _INPUTS, self.inputs)
     encoder.write(folder)
-    counts = {}
+    counts: dict[str, Counts] = {}
     try:
       for split, text in self.corpus.splits.items():
         counts[split] = encode_text(text, encoder, folder, split, shards)
@@ -170,7 +168,7 @@ class _Recipe:
     try:
       tokenizer = self.tokenizer
       if tokenizer is None or self.settings.get("restrict_vocabulary", False):
-        takes_all = self.name in CHARACTER_TOKENIZERS or self.settings.get("file")
+        takes_all = self.name in _character_tokenizers() or self.settings.get("file")
         tokenizer = train_tokenizer(self.name, text if takes_all else sample, **self.settings)
       fitted = b"" if self.boundaries is None else self.boundaries.fit(sample)
       return Encoder(tokenizer, self.boundaries, fitted)
@@ -181,13 +179,14 @@ class _Recipe:
 class _Sample:
   """Parts of a text, spread evenly, up to `MAX_TRAIN_BYTES` in total."""
 
-  def __init__(self, text: Text | Mixed):
+  def __init__(self, text: TextParts):
     self._text = text
     self.error: ValueError | None = None  # raised while reading the text; libraries wrap it
 
   def __iter__(self) -> Iterator[str]:
     share = min(1.0, MAX_TRAIN_BYTES / max(1, len(self._text)))
-    read = taken = 0
+    read = 0
+    taken = 0
     try:
       for part in self._text:
         read += len(part)
@@ -206,14 +205,16 @@ def _digest(content: str) -> str:
 class Counter:
   r"""Counts a text given in parts.
 
-    "to b", "e\n"  ->  {"characters": 6, "words": 3, "bytes": 6, "sha256": ...}
+    "to b", "e\n"  ->  6 characters, 3 words, 6 bytes
 
   Words are separated by white space, and each line end counts as a word.
   """
 
   def __init__(self):
     self._sha256 = hashlib.sha256()
-    self._counts = {"characters": 0, "words": 0, "bytes": 0}
+    self._characters = 0
+    self._words = 0
+    self._bytes = 0
     self._in_word = False
 
   def add(self, part: str) -> int:
@@ -221,93 +222,115 @@ class Counter:
     encoded = part.encode()
     if part:
       self._sha256.update(encoded)
-      self._counts["characters"] += len(part)
-      self._counts["bytes"] += len(encoded)
-      # A word may continue from the last part.
-      is_split = self._in_word and not part[0].isspace()
-      self._counts["words"] += len(part.split()) + part.count("\n") - is_split
+      self._characters += len(part)
+      self._bytes += len(encoded)
+      self._words += len(part.split()) + part.count("\n")
+      if self._in_word and not part[0].isspace():
+        self._words -= 1  # It continues a word of the last part.
       self._in_word = not part[-1].isspace()
     return len(encoded)
 
-  def result(self) -> dict:
-    """The counts so far."""
-    return {**self._counts, "sha256": self._sha256.hexdigest()}
+  def result(self, num_tokens: int) -> Counts:
+    """The counts so far, and the number of tokens of these parts."""
+    return {
+      "tokens": num_tokens,
+      "characters": self._characters,
+      "words": self._words,
+      "bytes": self._bytes,
+      "sha256": self.checksum(),
+    }
+
+  def checksum(self) -> str:
+    """The SHA-256 of the text so far."""
+    return self._sha256.hexdigest()
 
 
-def count_text(parts: Iterable[str]) -> dict:
-  """The counts of a text in parts; see `Counter`."""
+def count_text(parts: Iterable[str], num_tokens: int) -> Counts:
+  """The counts of a text in parts, which has a number of tokens; see `Counter`."""
   counter = Counter()
   for part in parts:
     counter.add(part)
-  return counter.result()
+  return counter.result(num_tokens)
 
 
 def encode_text(
-  text: Text | Mixed | Sequence[str], encoder: Encoder, folder: Path, split: str, shards: Path
-) -> dict[str, Any]:
+  text: TextParts, encoder: Encoder, folder: Path, split: str, shards: Path
+) -> Counts:
   """Encodes a text into files in `folder`, reusing finished parts in `shards`.
 
-  Returns "tokens" and the counts of `count_text`; where documents are known, "documents", which
-  does not count those without tokens; and for `Mixed`, "sources", the tokens of each.
+  A document without tokens does not count.
   """
-  texts = list(text.texts) if isinstance(text, Mixed) else [text]
-  counter, sources = Counter(), [0] * len(texts)
+  texts = list(text.texts) if isinstance(text, JoinedText) else [text]
+  counter = Counter()
+  num_tokens = 0
+  sources = []  # the tokens of each
   starts = [np.zeros(0, np.int64)]
   with contextlib.ExitStack() as stack:
-    encode = stack.enter_context(_Threads(encoder, split, sum(map(len, texts))))
+    workers = stack.enter_context(_Workers(encoder, split, sum(map(len, texts))))
     names = [f"{split}.bin"]
     if encoder.boundaries is not None:
       names.append(f"{split}.boundaries.bin")
     outputs = [stack.enter_context((folder / name).open("wb")) for name in names]
     for source, each in enumerate(texts):
+      begin = num_tokens
       for i, chunks in enumerate(_shards(each)):
         sizes = [sum(counter.add(part) for part, _ in chunk) for chunk in chunks]
-        path, digest = shards / f"{split}-{source}-{i:05}.npz", counter.result()["sha256"]
+        path = shards / f"{split}-{source}-{i:05}.npz"
+        digest = counter.checksum()
         arrays = _load_shard(path, digest)
         if arrays:
-          encode.skip(sum(sizes))
+          workers.skip(sum(sizes))
         else:
-          arrays = encode.shard(chunks, sizes)
+          arrays = workers.encode_shard(chunks, sizes)
           with files.replacing_file(path) as file:
             np.savez(file, *arrays, digest=digest)
-        starts.append(sum(sources) + arrays[-1])
-        sources[source] += len(arrays[0])
+        starts.append(num_tokens + arrays[-1])
+        num_tokens += len(arrays[0])
         for file, array in zip(outputs, arrays, strict=False):
           file.write(array.data)
-    counts = {"tokens": sum(sources), **counter.result()}
-    if all(getattr(x, "has_documents", False) for x in texts):
+      sources.append(num_tokens - begin)
+    counts = counter.result(num_tokens)
+    if all(map(has_documents, texts)):
       # A document without tokens has the same start as the next one.
       documents = np.unique(np.concatenate(starts))
-      documents = documents[documents < counts["tokens"]]
+      documents = documents[documents < num_tokens]
       counts["documents"] = len(documents)
       outputs.append(stack.enter_context((folder / f"{split}.documents.bin").open("wb")))
       outputs[-1].write(documents.data)
     files.sync(*outputs)
-  if isinstance(text, Mixed):
+  if isinstance(text, JoinedText):
     counts["sources"] = sources
   return counts
 
 
-class _Threads(contextlib.ExitStack):
-  """Encodes the shards of a text in several threads, with a progress bar."""
+class _Workers:
+  """Threads that encode the shards of a text, with a progress bar; a context manager."""
 
   def __init__(self, encoder: Encoder, split: str, num_bytes: int):
-    super().__init__()
     self._encoder = encoder
     # Boundaries of words cache their results, which is not safe in several threads.
     num_threads = 1 if encoder.boundaries is not None else max(2, os.cpu_count() or 1)
     self._threads = concurrent.futures.ThreadPoolExecutor(num_threads)
-    self.callback(self._threads.shutdown, cancel_futures=True)
-    hidden = True if num_bytes < LARGE_BYTES else None  # None: hidden without a terminal
-    about = f"encoding {split}"
-    bar = tqdm(total=num_bytes, desc=about, unit="B", unit_scale=True, disable=hidden)
-    self._bar = self.enter_context(bar)
+    self._bar = tqdm(
+      total=num_bytes,
+      desc=f"encoding {split}",
+      unit="B",
+      unit_scale=True,
+      disable=True if num_bytes < LARGE_BYTES else None,  # None: hidden without a terminal
+    )
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._bar.close()
+    self._threads.shutdown(cancel_futures=True)
 
   def skip(self, num_bytes: int) -> None:
     """Counts a shard that need not be encoded."""
     self._bar.update(num_bytes)
 
-  def shard(self, chunks: list[Chunk], sizes: list[int]) -> list[np.ndarray]:
+  def encode_shard(self, chunks: list[Chunk], sizes: list[int]) -> list[np.ndarray]:
     """The ids, any boundaries, and the tokens at which documents begin."""
     encoded = []
     for size, parts in zip(sizes, self._threads.map(self._encode, chunks), strict=True):
@@ -322,15 +345,18 @@ class _Threads(contextlib.ExitStack):
     return [self._encoder(part) for part, _ in chunk]
 
 
-def _shards(text: Text | Iterable[str]) -> Iterator[list[Chunk]]:
+def _shards(text: TextParts) -> Iterator[list[Chunk]]:
   """Lists of chunks with about `SHARD_SIZE` characters."""
-  shard, size = [], 0
-  for chunk in text.chunks() if isinstance(text, Text) else ([(part, False)] for part in text):
+  chunks = text.chunks() if isinstance(text, TextFile) else ([(part, False)] for part in text)
+  shard = []
+  size = 0
+  for chunk in chunks:
     shard.append(chunk)
     size += sum(len(part) for part, _ in chunk)
     if size >= SHARD_SIZE:
       yield shard
-      shard, size = [], 0
+      shard = []
+      size = 0
   if shard:
     yield shard
 

@@ -92,7 +92,8 @@ class MixedWindows(RandomWindows):
 
   def _count_before(self, numbers: np.ndarray, sources: np.ndarray) -> np.ndarray:
     """The number of earlier rows with the same source, for each row."""
-    first, last = self._edges[sources], self._edges[sources + 1]
+    first = self._edges[sources]
+    last = self._edges[sources + 1]
     periods, numbers = np.divmod(numbers, 2**_BITS)
     count = periods * (last - first)
     for bit in range(_BITS):
@@ -107,7 +108,8 @@ class MixedWindows(RandomWindows):
   def _positions(self, step: int, rows: slice) -> tuple[np.ndarray, bool]:
     numbers = step * self.batch_size + np.arange(self.batch_size)[rows]
     sources = self.sources(numbers)
-    draws, offsets = self._count_before(numbers, sources), np.empty_like(numbers)
+    draws = self._count_before(numbers, sources)
+    offsets = np.empty_like(numbers)
     for source in np.unique(sources):
       is_of_source = sources == source
       num_windows = int(self._num_windows[source])

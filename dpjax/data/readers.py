@@ -9,17 +9,19 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from types import ModuleType
+from typing import IO
 
 from dpjax.errors import UserError
 
 BLOCK_BYTES = 2**20
 RECORDS = (".jsonl", ".parquet")  # files with one document per line or row
+COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
 
 
-def optional(module: str, package: str = "") -> Any:
+def optional(module: str, package: str = "") -> ModuleType:
   """Imports a library that only some sources need; a `UserError` says how to install it."""
   try:
     return importlib.import_module(module)
@@ -29,48 +31,25 @@ def optional(module: str, package: str = "") -> Any:
     raise UserError(f"{module}: {expected}, got: {error}") from error
 
 
-def _open_zst(path: Path, mode: str) -> io.BufferedReader:
-  pa = optional("pyarrow")
-  raw: Any = pa.CompressedInputStream(pa.OSFile(str(path), mode), "zstd")
-  return io.BufferedReader(raw)
-
-
-OPENERS: dict[str, Callable[..., Any]] = {
-  "": open,
-  ".xz": lzma.open,
-  ".gz": gzip.open,
-  ".bz2": bz2.open,
-  ".zst": _open_zst,
-}
 DAMAGES = (EOFError, UnicodeDecodeError, OSError, lzma.LZMAError, zlib.error)
 
 
-def is_compressed(path: Path) -> bool:
-  """Whether the last suffix is a compression suffix."""
-  return path.suffix != "" and path.suffix in OPENERS
-
-
-def file_type(path: Path) -> str:
-  """The type of a file, one of `RECORDS` or ".txt"; ignores a compression suffix."""
-  suffix = Path(path.stem).suffix if is_compressed(path) else path.suffix
-  return suffix if suffix in RECORDS else ".txt"
-
-
-def stems(split: str) -> tuple[str, ...]:
-  """The names that the file of a split may have, without suffixes."""
-  return (split, "validation") if split == "valid" else (split,)
-
-
-def find_split(folder: Path, split: str, suffixes: Sequence[str] = (".txt",)) -> Path | None:
-  """The file of a split, plain or compressed; None if there is none."""
-  names = (
-    f"{x}{suffix}{opener}" for suffix in suffixes for opener in OPENERS for x in stems(split)
-  )
-  return next((folder / name for name in names if (folder / name).exists()), None)
+def open_file(path: Path) -> io.BufferedIOBase:
+  """Opens a file to read, plain or compressed as its suffix says."""
+  if path.suffix == ".xz":
+    return lzma.open(path, "rb")
+  if path.suffix == ".gz":
+    return gzip.open(path, "rb")
+  if path.suffix == ".bz2":
+    return bz2.open(path, "rb")
+  if path.suffix == ".zst":
+    pa = optional("pyarrow")
+    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path), "rb"), "zstd"))
+  return path.open("rb")
 
 
 def line_pattern(separator: str) -> str:
-  """The `dpjax.data.sources.Text.marks` for documents with a separator line."""
+  """The `dpjax.data.text_file.TextFile.marks` for documents with a separator line."""
   return rf"^{re.escape(separator)}\r?\n"
 
 
@@ -79,7 +58,7 @@ def damage(path: Path, expected: str, error: Exception) -> UserError:
   return UserError(f"{path}: expected {expected}, got {error}")
 
 
-def decode(file: IO[bytes]) -> Iterator[str]:
+def decode(file: IO[bytes] | io.BufferedIOBase) -> Iterator[str]:
   """The text of an open UTF-8 file in blocks, without a byte-order mark."""
   decoder = codecs.getincrementaldecoder("utf-8-sig")()
   while block := file.read(BLOCK_BYTES):
@@ -90,7 +69,7 @@ def decode(file: IO[bytes]) -> Iterator[str]:
 def read_blocks(path: Path) -> Iterator[str]:
   """The text of a UTF-8 file in blocks; line ends stay. A `UserError` for a damaged file."""
   try:
-    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+    with open_file(path) as file:
       yield from decode(file)
   except DAMAGES as error:
     raise damage(path, "a text in UTF-8", error) from error
@@ -103,13 +82,14 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
     UserError: `setting: ...`, it is not a regular file, not UTF-8, or damaged.
   """
   path = Path(path)
+  expected = f"{setting}: expected a text in UTF-8, got {path}"
   try:
     if path.stat() and path.is_file():
       return "".join(read_blocks(path))
-    reason: Any = "no regular file"
   except (UserError, OSError) as error:
     reason = getattr(error, "strerror", None) or error.__cause__ or error
-  raise UserError(f"{setting}: expected a text in UTF-8, got {path} ({reason})")
+    raise UserError(f"{expected} ({reason})") from error
+  raise UserError(f"{expected} (no regular file)")
 
 
 def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
@@ -127,7 +107,7 @@ def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
 def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[str]:
   number = 0
   try:
-    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+    with open_file(path) as file:
       for line in file:
         number += 1
         if line := line.strip():
@@ -149,7 +129,8 @@ def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[str]:
 
 
 def _parquet(path: Path, columns: Sequence[str]) -> Iterator[str]:
-  pa, pq = optional("pyarrow"), optional("pyarrow.parquet")
+  pa = optional("pyarrow")
+  pq = optional("pyarrow.parquet")
   try:
     # With a buffer, a large group of rows is read a page at a time.
     with pq.ParquetFile(path, buffer_size=BLOCK_BYTES) as file:

@@ -20,13 +20,14 @@ import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from dpjax import files, hub
 from dpjax.config.registry import load_plugins
 from dpjax.data import readers
 from dpjax.data.readers import optional
 from dpjax.errors import UserError
+from dpjax.files import JsonObject
 
 RETRIES = 2  # after one second, then after two more
 COLUMNS = ("text", "content")
@@ -53,7 +54,7 @@ class Source:
     size: the size of its text or download, such as "5 MB".
     source: its origin.
     version: increase it when the same files yield another text.
-    documents: the pattern of document marks, see `dpjax.data.sources.Text.marks`; "" if unknown.
+    documents: the pattern of document marks, as for `dpjax.data.text_file.TextFile`; "" if unknown.
     yields_documents: whether each piece is a document.
   """
 
@@ -97,7 +98,8 @@ class Files:
 
   def __init__(self, data_dir: str | Path, manual_dir: str | Path = ""):
     self.manual_dir = Path(manual_dir or Path(data_dir, "manual"))
-    self.folder, self.texts = Path(data_dir, "downloads"), Path(data_dir, "texts")
+    self.folder = Path(data_dir, "downloads")
+    self.texts = Path(data_dir, "texts")
 
   def get(self, file: File, *, by_hand: bool = True) -> Path:
     """Finds a file in the manual folder (if `by_hand`) or among the downloads, or downloads it.
@@ -116,7 +118,7 @@ class Files:
       return path
     pooch = optional("pooch")
 
-    def fetch(url: str, path: Any, _) -> None:
+    def fetch(url: str, path: str, _) -> None:
       if url.startswith("hf://"):
         return _fetch_from_hub(url, Path(path))
       # Transparent decompression would change the checksum.
@@ -128,7 +130,7 @@ class Files:
       if 0 < file.head_bytes < os.path.getsize(path):
         os.truncate(path, file.head_bytes)
 
-    downloads: Any = pooch.create(
+    downloads = pooch.create(
       self.folder.resolve(),
       base_url="",
       registry={file.name: file.checksum or None},
@@ -172,20 +174,32 @@ def find_vocabulary(name: str, data_dir: str | Path, manual_dir: str | Path = ""
     load_plugins()
   if name not in VOCABULARIES:
     return name
-  required, all_files = VOCABULARIES[name], Files(data_dir, manual_dir)
+  required = VOCABULARIES[name]
+  all_files = Files(data_dir, manual_dir)
   by_hand = all((all_files.manual_dir / file.name).exists() for file in required)
-  return str([all_files.get(file, by_hand=by_hand) for file in required][0])
+  paths = [all_files.get(file, by_hand=by_hand) for file in required]
+  return str(paths[0])
 
 
-def parse_hub(name: str) -> tuple[str, str | None, str, str, str]:
-  """The repository, revision, configuration, split and column of a name; "" where none is given."""
+class HubName(NamedTuple):
+  """The parts of hf:REPOSITORY[@REVISION][:CONFIG/SPLIT/COLUMN]; "" or None if omitted."""
+
+  repository: str
+  revision: str | None
+  config: str
+  split: str
+  column: str
+
+
+def parse_hub(name: str) -> HubName:
+  """The parts of a name; a `UserError` if it has another form."""
   match = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([^\s:]+))?(?::(\S*))?", name, re.ASCII)
   parts = (match[3] or "").split("/") if match else ()
   if not match or len(parts) > 3:
     expected = "hf:OWNER/NAME[@REVISION][:CONFIG/SPLIT/COLUMN]"
     raise UserError(f"data.name: expected {expected}, got {name}")
   config, split, column = [*parts, "", ""][:3]
-  return match[1], match[2], config, split, column
+  return HubName(match[1], match[2], config, split, column)
 
 
 def hub_source(name: str) -> Source:
@@ -206,12 +220,18 @@ def hub_source(name: str) -> Source:
       for text in readers.read_records(path, [column] if column else COLUMNS):
         yield part, text
 
-  about = "a dataset of the Hugging Face Hub", read, "its own", "not known"
-  return Source(*about, f"huggingface.co/datasets/{repository}", yields_documents=True)
+  return Source(
+    "a dataset of the Hugging Face Hub",
+    read,
+    licence="its own",
+    size="not known",
+    source=f"huggingface.co/datasets/{repository}",
+    yields_documents=True,
+  )
 
 
 def choose_files(
-  name: str, files: Sequence[str], configs: Sequence[Mapping], config: str = "", split: str = ""
+  name: str, files: Sequence[str], configs: Sequence[JsonObject], config: str = "", split: str = ""
 ) -> dict[str, list[str]]:
   """The files of each split of a dataset.
 
@@ -257,13 +277,15 @@ def choose_files(
   return chosen
 
 
-def _of_card(config: Mapping[str, Any], files: Sequence[str]) -> list[tuple[str, str]]:
+def _of_card(config: JsonObject, files: Sequence[str]) -> list[tuple[str, str]]:
   """Pairs of a split and a file, for a configuration in a dataset card."""
-  entries, folder = config.get("data_files") or ["*"], config.get("data_dir", "")
+  entries = config.get("data_files") or ["*"]
+  folder = config.get("data_dir", "")
   pairs = []
   for entry in [entries] if isinstance(entries, str) else entries:
     entry = entry if isinstance(entry, Mapping) else {"path": entry}
-    patterns, split = entry["path"], str(entry.get("split", ""))
+    patterns = entry["path"]
+    split = str(entry.get("split", ""))
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
       for file in fnmatch.filter(files, f"{folder}/{pattern}".strip("/")):
         pairs.append((split or (_words(file) or ["train"])[0], file))
@@ -290,7 +312,7 @@ def tfds_source(name: str) -> Source:
     config = tfds.download.DownloadConfig(manual_dir=files.manual_dir, try_download_gcs=False)
     try:
       # array_record does not need TensorFlow.
-      builder: Any = tfds.builder(
+      builder = tfds.builder(
         name.removeprefix("tfds:"), data_dir=folder, file_format="array_record"
       )
       builder.download_and_prepare(download_dir=f"{folder}/downloads", download_config=config)
@@ -312,7 +334,7 @@ def tfds_source(name: str) -> Source:
         f"got {name} ({type(error).__name__}: {message})"
       ) from error
 
-  return Source(name, read, "its own", "not known", "tensorflow.org/datasets")
+  return Source(name, read, licence="its own", size="not known", source="tensorflow.org/datasets")
 
 
 PREFIXES: dict[str, Callable[[str], Source]] = {"hf:": hub_source, "tfds:": tfds_source}

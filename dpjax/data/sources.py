@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpjax import files
 from dpjax.config.registry import load_plugins
@@ -24,8 +23,18 @@ from dpjax.config.schema import Data
 from dpjax.data import readers, remote
 from dpjax.data.mixture import parse
 from dpjax.data.remote import Files, Source
-from dpjax.data.text_file import SPLITS, Mixed, Text, cut_splits, open_plain, write_texts
+from dpjax.data.text_file import (
+  SPLITS,
+  JoinedText,
+  TextFile,
+  TextParts,
+  cut_splits,
+  has_documents,
+  open_plain,
+  write_texts,
+)
 from dpjax.errors import UserError, unknown
+from dpjax.files import JsonObject
 
 PYTHON_MANUAL = "python_manual"
 
@@ -41,26 +50,29 @@ class Corpus:
   """
 
   name: str
-  splits: Mapping[str, Text | Mixed]
-  about: dict = dataclasses.field(default_factory=dict)
+  splits: Mapping[str, TextParts]
+  about: JsonObject = dataclasses.field(default_factory=dict)
 
 
-def load_corpus(data: Data) -> Corpus:
+def load_corpus(source: str | Path | Data = "", **settings: str | Path | bool | tuple) -> Corpus:
   """Opens a text, which is written to `data_dir` first unless it is a plain file.
 
-    load_corpus(Data(path="my.txt"))
+    load_corpus("my.txt")
+    load_corpus("notes.jsonl", isolate_documents=True)
+    load_corpus(name="wikitext103", data_dir="data")
 
   Args:
-    data: the settings `config.data`; the tokenizer is ignored.
-      Without a `path`, `name` is "python_manual", the language manual that comes with Python, or
-      another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
-      `path` is a UTF-8 text, cut into the splits in order, at line ends if it has lines; a .jsonl
+    source: the `path` of a text, or the settings `config.data`.
+      A path is a UTF-8 text, cut into the splits in order, at line ends if it has lines; a .jsonl
       with one document per line; a .parquet with one per row; several such files in sequence, given
       by a pattern with *; or a folder with train.txt, valid.txt (or validation.txt) and test.txt,
       or these as .jsonl or .parquet. In a folder without these, each .txt file is a document, also
       in subfolders; documents are cut into the splits in the order of their paths, or taken from
       subfolders train, valid and test. All may be compressed (.gz, .xz, .bz2, .zst).
-      With a `mixture`, each split is a `dpjax.data.sources.Mixed`.
+    **settings: fields of `dpjax.config.Data`; the tokenizer is ignored.
+      Without a path, `name` is "python_manual", the language manual that comes with Python, or
+      another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
+      With a `mixture`, each split joins those of all sources.
       Of `split_fractions`, in bytes, train takes the rounding error. If documents are known, no
       document is cut, and each split has at least one.
 
@@ -68,8 +80,10 @@ def load_corpus(data: Data) -> Corpus:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
       or not readable, an unknown name, or a failed download.
   """
+  data = source if isinstance(source, Data) else Data(path=str(source))
+  data = dataclasses.replace(data, **settings)
   if data.mixture:
-    corpora = [_open_source(source, data) for source in parse(data.mixture)]
+    corpora = [_open_source(each, data) for each in parse(data.mixture)]
   else:
     corpora = [_open(data)]
   if data.text_field != "text" and not any("text_field" in corpus.about for corpus in corpora):
@@ -80,7 +94,7 @@ def load_corpus(data: Data) -> Corpus:
     raise UserError(f"data.separator: {expected}, got {data.separator!r}")
   if not data.mixture:
     return corpora[0]
-  splits = {x: Mixed([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
+  splits = {x: JoinedText([corpus.splits[x] for corpus in corpora]) for x in SPLITS}
   about = {"sources": [{"name": corpus.name, **corpus.about} for corpus in corpora]}
   return Corpus("+".join(corpus.name for corpus in corpora), splits, about)
 
@@ -91,11 +105,7 @@ def _takes_separator(corpus: Corpus) -> bool:
 
 
 def _has_documents(corpus: Corpus) -> bool:
-  return all(isinstance(x, Text) and x.has_documents for x in corpus.splits.values())
-
-
-def _files(data: Data) -> Files:
-  return Files(data.data_dir, data.manual_dir)
+  return all(map(has_documents, corpus.splits.values()))
 
 
 def _open_source(source: str, data: Data) -> Corpus:
@@ -111,7 +121,7 @@ def _open_source(source: str, data: Data) -> Corpus:
 def _open(data: Data) -> Corpus:
   """The corpus at a path, or else with a name; finds its documents if they are isolated."""
   if data.path:
-    corpus = _open_path(Path(data.path).expanduser(), data)
+    corpus = _open_path(data)
     marks = readers.line_pattern(data.separator) if data.separator else ""
   else:
     corpus = _open_name(data)
@@ -127,7 +137,7 @@ def _open(data: Data) -> Corpus:
   splits = {
     split: dataclasses.replace(text, marks=marks)
     for split, text in corpus.splits.items()
-    if isinstance(text, Text)
+    if isinstance(text, TextFile)
   }
   if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
     raise UserError(
@@ -137,15 +147,18 @@ def _open(data: Data) -> Corpus:
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
 
-def _open_path(path: Path, data: Data) -> Corpus:
+def _open_path(data: Data) -> Corpus:
   """The text of a file, a pattern or a folder; `about` identifies its files."""
-  texts, about = {}, {"files": []}
+  path = Path(data.path).expanduser()
+  texts: dict[str, TextFile] = {}
+  ids = []
+  about: JsonObject = {"files": ids}
   try:
-    by_split = _find_files(path, _files(data).texts)
+    by_split = _find_files(path, Path(data.data_dir, "texts"))
     for split, paths in by_split.items():
       are_documents = path.is_dir() and (not split or paths[0].parent != path)
       texts[split], each = _open_files(paths, data, are_documents=are_documents)
-      about["files"] += each.pop("files")
+      ids += each.pop("files")
       about |= each
   except OSError as error:
     raise UserError(
@@ -158,11 +171,36 @@ def _open_path(path: Path, data: Data) -> Corpus:
   return Corpus(path.name if path.is_dir() else _corpus_name(by_split[""]), texts, about)
 
 
+def _is_compressed(path: Path) -> bool:
+  return path.suffix in readers.COMPRESSED
+
+
+def _file_type(path: Path) -> str:
+  """The type of a file, one of `readers.RECORDS` or ".txt"; ignores a compression suffix."""
+  suffix = Path(path.stem).suffix if _is_compressed(path) else path.suffix
+  return suffix if suffix in readers.RECORDS else ".txt"
+
+
+def _stems(split: str) -> tuple[str, ...]:
+  """The names that the file of a split may have, without suffixes."""
+  return (split, "validation") if split == "valid" else (split,)
+
+
+def _find_split(folder: Path, split: str, suffixes: Sequence[str] = (".txt",)) -> Path | None:
+  """The file of a split, plain or compressed; None if there is none."""
+  for suffix in suffixes:
+    for compression in ("", *readers.COMPRESSED):
+      for stem in _stems(split):
+        if (path := folder / f"{stem}{suffix}{compression}").exists():
+          return path
+  return None
+
+
 def _corpus_name(paths: Sequence[Path]) -> str:
   """The name of a file without its suffixes, or of the folder of several files."""
   if len(paths) > 1:
     return paths[0].resolve().parent.name
-  return Path(paths[0].stem).stem if readers.is_compressed(paths[0]) else paths[0].stem
+  return Path(paths[0].stem).stem if _is_compressed(paths[0]) else paths[0].stem
 
 
 def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
@@ -176,9 +214,9 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
     return {"": paths}
   by_split = {}
   for split in SPLITS:
-    if file := readers.find_split(path, split, (".txt", *readers.RECORDS)):
+    if file := _find_split(path, split, (".txt", *readers.RECORDS)):
       by_split[split] = [file]
-    elif folder := next((path / x for x in readers.stems(split) if (path / x).is_dir()), None):
+    elif folder := next((path / x for x in _stems(split) if (path / x).is_dir()), None):
       if not (paths := _text_files(folder, texts)):
         raise UserError(f"data.path: expected .txt files, each a document, got none in {folder}")
       by_split[split] = paths
@@ -187,7 +225,7 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
   for split in SPLITS:
     if split not in by_split:
       raise UserError(
-        f"data.path: expected {' or '.join(f'{x}.txt' for x in readers.stems(split))} in the "
+        f"data.path: expected {' or '.join(f'{x}.txt' for x in _stems(split))} in the "
         f"folder, or as .jsonl or .parquet, or a folder of documents, got {path} without"
       )
   return by_split
@@ -195,16 +233,17 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 
 def _text_files(folder: Path, texts: Path) -> list[Path]:
   """The .txt files in a folder, except those that dpjax writes to `texts`."""
-  endings, texts = tuple(f".txt{suffix}" for suffix in readers.OPENERS), texts.resolve()
+  endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
+  written = texts.resolve()
   paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
-  return sorted(x for x in paths if texts not in x.resolve().parents)
+  return sorted(x for x in paths if written not in x.resolve().parents)
 
 
 def _open_files(
   paths: Sequence[Path], data: Data, *, are_documents: bool
-) -> tuple[Text, dict[str, Any]]:
+) -> tuple[TextFile, JsonObject]:
   """The text of files, and values that identify it."""
-  (file_type, *others) = sorted({readers.file_type(path) for path in paths})
+  (file_type, *others) = sorted({_file_type(path) for path in paths})
   if others:
     names = ", ".join([file_type, *others])
     raise UserError(f"data.path: expected files of one type, got {names}")
@@ -214,23 +253,24 @@ def _open_files(
       expected = "expected a readable text file or folder"
       raise UserError(f"data.path: {expected}, got {path} (no regular file)")
     ids.append([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns])
-  about: dict[str, Any] = {"files": ids if len(ids) == 1 else [_digest(ids)]}
+  about: JsonObject = {"files": ids if len(ids) == 1 else [_digest(ids)]}
   read: Callable[[Path], Iterable[str]] = readers.read_blocks
   if file_type != ".txt":
     about["text_field"] = data.text_field
     read = functools.partial(readers.read_records, columns=[data.text_field])
+    are_documents = True
   elif are_documents:
     read = _read_document
-  elif len(paths) == 1 and not readers.is_compressed(paths[0]):
+  elif len(paths) == 1 and not _is_compressed(paths[0]):
     return open_plain(paths[0]), about
-  are_documents |= file_type != ".txt"
   inputs = {**about, "are_documents": are_documents}
   name = f"{files.short_name(_corpus_name(paths))}_{_digest(inputs)[:8]}"
 
   def read_all() -> Iterator[tuple[str, str]]:
     return (("train", text) for path in paths for text in read(path))
 
-  texts, _ = write_texts(_files(data).texts / name, inputs, read_all, are_documents=are_documents)
+  folder = Path(data.data_dir, "texts", name)
+  texts, _ = write_texts(folder, inputs, read_all, are_documents=are_documents)
   return texts["train"], about
 
 
@@ -238,7 +278,7 @@ def _read_document(path: Path) -> list[str]:
   return [readers.read_text(path)]
 
 
-def _digest(value: Any) -> str:
+def _digest(value: JsonObject | list[list]) -> str:
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -258,9 +298,9 @@ SOURCES = {
   PYTHON_MANUAL: Source(
     "the language manual that comes with Python",
     _read_manual,
-    "PSF",
-    "0.4 MB",
-    "docs.python.org/3/reference",
+    licence="PSF",
+    size="0.4 MB",
+    source="docs.python.org/3/reference",
     version=sys.hexversion,
   )
 }
@@ -301,7 +341,7 @@ def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
   take precedence.
   """
   folder = all_files.manual_dir / name
-  paths = {x: path for x in SPLITS if (path := readers.find_split(folder, x))}
+  paths = {x: path for x in SPLITS if (path := _find_split(folder, x))}
   if not paths:
     return find_source(name).read(all_files)
   if missing := [f"{split}.txt" for split in SPLITS if split not in paths]:
@@ -315,13 +355,15 @@ def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
 def _open_name(data: Data) -> Corpus:
   """The text of a named corpus, in data_dir; missing splits are cut from the end of train."""
   name = data.name
-  source, folder = find_source(name), _files(data).texts / re.sub(r"[^\w.-]", "_", name)
+  source = find_source(name)
+  all_files = Files(data.data_dir, data.manual_dir)
+  folder = all_files.texts / re.sub(r"[^\w.-]", "_", name)
   are_documents = source.yields_documents
-  about = {"name": name, "version": source.version, "are_documents": are_documents}
+  about: JsonObject = {"name": name, "version": source.version, "are_documents": are_documents}
 
   def read() -> Iterator[tuple[str, str]]:
     print(f"preparing {folder.name} in {folder.parent}", flush=True)
-    return read_source(name, _files(data))
+    return read_source(name, all_files)
 
   splits, about["texts"] = write_texts(folder, about, read, are_documents=are_documents)
   if len(splits) < len(SPLITS):

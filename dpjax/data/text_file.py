@@ -7,9 +7,9 @@ import itertools
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +24,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class TextFile:
   r"""The bytes `begin` .. `end` - 1 of a UTF-8 file; iteration yields its parts.
 
     "one\n--\ntwo\n", marks "^--\n"  ->  the documents "one\n--\n" and "two\n"
@@ -79,7 +79,8 @@ class Text:
 
   def chunks(self) -> Iterator[list[tuple[str, bool]]]:
     """Yields lists of pairs, about 1 MiB each: a part, and whether a document begins with it."""
-    documents, begin = self.documents, self.begin
+    documents = self.documents
+    begin = self.begin
     with files.open_plain(self.path) as file:
       while begin < self.end:
         file.seek(begin)
@@ -111,10 +112,13 @@ def _cut(content: bytes) -> int:
   end = CHUNK_BYTES + 1
   while 2 not in ends and (end := content.rfind(b"\n", 0, end - 1) + 1):
     # Two characters have up to eight bytes; some of these may belong to a third.
-    before, after = content[max(0, end - 8) : end], content[end : end + 8]
-    ends.setdefault(rate_cut(before.decode(errors="ignore"), after.decode(errors="ignore")), end)
+    before = content[max(0, end - 8) : end].decode(errors="ignore")
+    after = content[end : end + 8].decode(errors="ignore")
+    ends.setdefault(rate_cut(before, after), end)
+  if ends:
+    return ends[max(ends)]
   space = content.rfind(b" ", 1, CHUNK_BYTES)
-  return ends[max(ends)] if ends else space if space > 0 else _character_begin(content, CHUNK_BYTES)
+  return space if space > 0 else _character_begin(content, CHUNK_BYTES)
 
 
 def _character_begin(content: bytes | mmap.mmap, offset: int) -> int:
@@ -126,10 +130,10 @@ def _character_begin(content: bytes | mmap.mmap, offset: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed:
+class JoinedText:
   """The texts of the sources of a mixture, in order."""
 
-  texts: Sequence[Any]
+  texts: "Sequence[TextParts]"
 
   def __len__(self) -> int:
     return sum(map(len, self.texts))
@@ -138,43 +142,76 @@ class Mixed:
     return itertools.chain.from_iterable(self.texts)
 
 
-def open_plain(path: Path) -> Text:
+TextParts = TextFile | JoinedText | Sequence[str]  # iteration yields the parts of the text
+
+
+def has_documents(text: TextParts) -> bool:
+  """Whether it is known where the documents of a text begin."""
+  return isinstance(text, TextFile) and text.has_documents
+
+
+def open_plain(path: Path) -> TextFile:
   """The text of a plain file, without its byte-order mark."""
   if not (size := path.stat().st_size):
     raise UserError(f"data.path: expected a text, got the empty file {path}")
   with path.open("rb") as file:
-    return Text(path, 3 * (file.read(3) == BYTE_ORDER_MARK), size)
+    has_mark = file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK
+  return TextFile(path, len(BYTE_ORDER_MARK) if has_mark else 0, size)
 
 
-def cut_splits(text: Text, fractions: Sequence[float], source: str) -> dict[str, Text]:
+def cut_splits(text: TextFile, fractions: Sequence[float], source: str) -> dict[str, TextFile]:
   """Cuts a text in order, between documents if they are known, else at line ends if there are any.
 
   A split with the share 0 is empty. Raises a `UserError` for a text that is too short.
   """
-  size, shares = text.end, (1, *fractions[1:])
-  valid, test = (int(size * fraction) for fraction in fractions[1:])
-  if text.has_documents:
-    starts, num_documents = text.documents, len(text.documents)
-    first, second = np.searchsorted(starts, (size - valid - test, size - test), "right") - 1
-    second = (
-      min(max(second, 1 + bool(shares[1])), num_documents - 1) if shares[2] else num_documents
-    )
-    first = min(max(first, 1), second - 1) if shares[1] else second
-    cuts = [int(x) for x in np.append(starts, [size] * 2)[[first, second]]]
-  else:
-    content = _map(text.path)
-    first = _line_end(content, 0, size - valid - test)
-    second = _line_end(content, first, size - test) if valid else first
-    cuts = first, second if test else size
-  edges = itertools.pairwise((text.begin, *cuts, size))
+  cut = _cut_documents if text.has_documents else _cut_lines
+  valid_begin, test_begin = cut(text, fractions)
   splits = {
-    x: dataclasses.replace(text, begin=a, end=b) for x, (a, b) in zip(SPLITS, edges, strict=True)
+    "train": dataclasses.replace(text, end=valid_begin),
+    "valid": dataclasses.replace(text, begin=valid_begin, end=test_begin),
+    "test": dataclasses.replace(text, begin=test_begin),
   }
-  if any(x.end <= x.begin and y for x, y in zip(splits.values(), shares, strict=True)):
-    raise UserError(
-      f"data.path: expected a text long enough for three splits, got {size} bytes in {source}"
-    )
+  for share, each in zip((1.0, *fractions[1:]), splits.values(), strict=True):
+    if share and each.end <= each.begin:
+      raise UserError(
+        f"data.path: expected a text long enough for three splits, got {text.end} bytes in {source}"
+      )
   return splits
+
+
+def _cut_documents(text: TextFile, fractions: Sequence[float]) -> tuple[int, int]:
+  """The offsets at which valid and test begin; each split has at least one document."""
+  _, valid_share, test_share = fractions
+  test_size = int(text.end * test_share)
+  valid_size = int(text.end * valid_share)
+  num_documents = len(text.documents)
+  test = num_documents
+  if test_share:
+    fewest = 2 if valid_share else 1  # documents before test
+    test = _document_before(text, text.end - test_size)
+    test = min(max(test, fewest), num_documents - 1)
+  valid = test
+  if valid_share:
+    valid = _document_before(text, text.end - valid_size - test_size)
+    valid = min(max(valid, 1), test - 1)
+  # An index beyond the documents: the split is empty.
+  begins = [int(text.documents[i]) if 0 <= i < num_documents else text.end for i in (valid, test)]
+  return begins[0], begins[1]
+
+
+def _document_before(text: TextFile, offset: int) -> int:
+  """The index of the last document that begins at or before an offset, -1 if there is none."""
+  return int(np.searchsorted(text.documents, offset, "right")) - 1
+
+
+def _cut_lines(text: TextFile, fractions: Sequence[float]) -> tuple[int, int]:
+  """The offsets at which valid and test begin."""
+  content = _map(text.path)
+  valid_size = int(text.end * fractions[1])
+  test_size = int(text.end * fractions[2])
+  valid = _line_end(content, 0, text.end - valid_size - test_size)
+  test = _line_end(content, valid, text.end - test_size) if valid_size else valid
+  return valid, test if test_size else text.end
 
 
 def _line_end(content: mmap.mmap, begin: int, end: int) -> int:
@@ -190,11 +227,11 @@ def _map(path: Path) -> mmap.mmap:
 
 def write_texts(
   folder: Path,
-  inputs: Mapping[str, Any],
+  inputs: files.JsonObject,
   read: Callable[[], Iterable[tuple[str, str]]],
   *,
   are_documents: bool = False,
-) -> tuple[dict[str, Text], dict[str, Any]]:
+) -> tuple[dict[str, TextFile], files.JsonObject]:
   """Opens train.txt and so on in a folder, written once from pairs of a split and a piece of text.
 
   With `are_documents`, each piece is a document: it gets a line end if it has none, and its
@@ -202,8 +239,9 @@ def write_texts(
   and their sizes and checksums.
   """
 
-  def build(partial: Path) -> dict[str, Any]:
-    outputs, offsets = {}, {}
+  def build(partial: Path) -> files.JsonObject:
+    outputs: dict[str, IO[bytes]] = {}
+    offsets: dict[str, array[int]] = {}
     bar = tqdm(desc=f"writing {folder.name}", unit="B", unit_scale=True, disable=None, leave=False)
     with contextlib.ExitStack() as stack, bar:
       for split, piece in read():
@@ -215,8 +253,9 @@ def write_texts(
           piece += "" if piece.endswith("\n") else "\n"
         bar.update(outputs[split].write(piece.encode()))
       files.sync(*outputs.values())
-    for split in offsets if are_documents else ():
-      np.save(partial / f"{split}.offsets.npy", np.array(offsets[split], np.int64))
+    if are_documents:
+      for split, begins in offsets.items():
+        np.save(partial / f"{split}.offsets.npy", np.array(begins, np.int64))
     texts = {split: partial / f"{split}.txt" for split in outputs}
     empty = [split for split, path in texts.items() if not path.stat().st_size]
     if empty or "train" not in texts:
@@ -228,5 +267,5 @@ def write_texts(
   splits = {}
   for split in (x for x in SPLITS if x in texts):
     offsets = folder / f"{split}.offsets.npy" if are_documents else None
-    splits[split] = Text(folder / f"{split}.txt", 0, texts[split]["bytes"], offsets)
+    splits[split] = TextFile(folder / f"{split}.txt", 0, texts[split]["bytes"], offsets)
   return splits, texts

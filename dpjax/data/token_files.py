@@ -11,38 +11,122 @@ small files and, in data.json, the path of the others. While a folder is being w
 next to it has the tokens of each 32 MiB of text, so that a stopped process repeats at most one.
 """
 
-import collections
 import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dpjax import files
-from dpjax.data.encoder import Encoder, TextBoundaries, open_encoder
 from dpjax.data.text_file import SPLITS
 from dpjax.errors import UserError
-from dpjax.text.tokenizer import Tokenizer
+from dpjax.text.boundaries import TextBoundaries
+from dpjax.text.tokenizer import Tokenizer, tokenizer_from_json
 
 FORMAT = 1
-UNITS = ("tokens", "characters", "words", "bytes")
+_FITTED = "unigram.model"
 
 
-class _Arrays(collections.UserDict[str, Any]):
+class Counts(TypedDict):
+  """The size of a text.
+
+  Attributes:
+    tokens: the number of tokens.
+    characters: the number of characters.
+    words: words are separated by white space, and each line end counts as a word.
+    bytes: of UTF-8.
+    sha256: the checksum of the text.
+    documents: the number of documents with tokens, where they are known.
+    sources: of a mixture, the number of tokens of each source, in the order of the stream.
+  """
+
+  tokens: int
+  characters: int
+  words: int
+  bytes: int
+  sha256: str
+  documents: NotRequired[int]
+  sources: NotRequired[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+  """Encodes a part of a text.
+
+  Attributes:
+    tokenizer: gives the ids.
+    boundaries: None, or gives the boundaries of the text.
+    fitted: the model that they fitted to the train split; b"" if none.
+  """
+
+  tokenizer: Tokenizer
+  boundaries: TextBoundaries | None = None
+  fitted: bytes = b""
+
+  def __call__(self, part: str) -> list[np.ndarray]:
+    """The tokens' ids and, with `boundaries`, their boundaries."""
+    ids = self.tokenizer.encode(part).astype(self.dtype)
+    if self.boundaries is None:
+      return [ids]
+    ends = np.asarray(self.boundaries.compute(part, self.tokenizer, fitted=self.fitted))
+    if ends.shape != ids.shape or not np.isin(ends, (0, 1)).all():
+      raise UserError(
+        f"model.boundaries: expected 0 or 1 for each of {len(ids)} tokens of a text, got "
+        f"{ends.shape} of {ends.dtype}"
+      )
+    return [ids, ends.astype(np.uint8)]
+
+  @property
+  def dtype(self) -> np.dtype:
+    """The dtype of the tokens on disk."""
+    return np.dtype(np.uint16 if self.tokenizer.vocab_size <= 2**16 else np.int32)
+
+  def write(self, folder: Path) -> None:
+    """Writes its files."""
+    if self.fitted:
+      (folder / _FITTED).write_bytes(self.fitted)
+    content = self.tokenizer.to_json()
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8", newline="\n")
+
+
+def open_encoder(folder: Path, boundaries: TextBoundaries | None) -> Encoder:
+  """Reads the files of an encoder."""
+  path = folder / "tokenizer.json"
+  try:
+    tokenizer = tokenizer_from_json(files.read_file(path).decode())
+    path = folder / _FITTED
+    fitted = files.read_file(path) if path.exists() else b""
+    encoder = Encoder(tokenizer, boundaries, fitted)
+    if boundaries is not None:
+      encoder("")
+  except (OSError, ValueError) as error:
+    raise UserError(f"{path}: expected a readable file of a run's data, got {error}") from error
+  return encoder
+
+
+class _Arrays(Mapping[str, np.ndarray]):
   """One memory-mapped array for each split, verified in full on first access."""
 
   def __init__(
-    self, folder: Path, suffix: str, dtype: Any, sizes: Mapping[str, int], sums: Mapping[str, str]
+    self,
+    folder: Path,
+    suffix: str,
+    dtype: DTypeLike,
+    lengths: Mapping[str, int],
+    checksums: Mapping[str, str],
   ):
-    self._dtype, self._unchecked = np.dtype(dtype), {**sums}
-    item = self._dtype.itemsize
-    self.data = {x: (folder / f"{x}{suffix}", int(sizes[x]) * item) for x in sizes}
+    self._dtype = np.dtype(dtype)
+    self._paths = {split: folder / f"{split}{suffix}" for split in lengths}
+    self._sizes = {split: int(length) * self._dtype.itemsize for split, length in lengths.items()}
+    self._unchecked = dict(checksums)
 
-  def __getitem__(self, split: str) -> np.memmap:
-    path, size = self.data[split]
+  def __getitem__(self, split: str) -> np.ndarray:
+    path = self._paths[split]
+    size = self._sizes[split]
     actual = path.stat().st_size if path.exists() else "no such file"
     if actual != size:
       raise UserError(
@@ -59,8 +143,18 @@ class _Arrays(collections.UserDict[str, Any]):
     self._unchecked.pop(path.name, None)
     return np.memmap(path, self._dtype, "r")
 
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._paths)
+
+  def __len__(self) -> int:
+    return len(self._paths)
+
   def are_there(self) -> bool:
-    return all(path.exists() and path.stat().st_size == size for path, size in self.data.values())
+    """Whether the files exist and have the expected sizes."""
+    return all(
+      path.exists() and path.stat().st_size == self._sizes[split]
+      for split, path in self._paths.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +163,13 @@ class Split:
 
   Attributes:
     tokens: ids [N] of any integer type.
-    counts: see `Tokens.counts`.
+    counts: see `Counts`.
     boundaries: None, or those of the text, 0 or 1, uint8 [N].
     documents: None, or the first tokens of documents, int64, increasing from 0.
   """
 
   tokens: np.ndarray
-  counts: Mapping[str, Any]
+  counts: Counts
   boundaries: np.ndarray | None = None
   documents: np.ndarray | None = None
 
@@ -88,9 +182,7 @@ class Tokens:
     name: the name of the corpus.
     tokenizer: the tokenizer that encoded it.
     splits: "train", "valid", "test": ids [N], uint16 or int32.
-    counts: for each split, "tokens", "characters", "words", "bytes" and the text's "sha256".
-      Words are separated by white space, and each line end counts as a word. For a mixture also
-      "sources", the number of tokens of each source, in the order of the stream.
+    counts: for each split, the `Counts` of its text.
     boundaries: None, or for each split the boundaries of its text, 0 or 1, uint8 [N].
     fitted: the model fitted to the train split for the boundaries, b"" if none.
     text_boundaries: None, or the `TextBoundaries` that computed them, to segment other texts.
@@ -102,7 +194,7 @@ class Tokens:
   name: str
   tokenizer: Tokenizer
   splits: Mapping[str, np.ndarray]
-  counts: Mapping[str, dict]
+  counts: Mapping[str, Counts]
   boundaries: Mapping[str, np.ndarray] | None = None
   fitted: bytes = b""
   text_boundaries: TextBoundaries | None = None
@@ -151,7 +243,8 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
 
   An export has only their name. Raises a `UserError` for a folder that holds something else.
   """
-  folder, tokens = Path(folder).resolve(), data.folder.resolve()
+  folder = Path(folder).resolve()
+  tokens = data.folder.resolve()
   path = os.path.relpath(tokens, folder) if tokens.drive == folder.drive else str(tokens)
   content = {
     "format": FORMAT,
@@ -184,7 +277,8 @@ def open_tokens(
   path = folder / files.RECORD
   with _telling(path):
     content = files.load_json(path)
-    version, has_boundaries = content["format"], bool(content["unigram"])
+    version = content["format"]
+    has_boundaries = bool(content["unigram"])
   if version != FORMAT:
     raise UserError(f"{path}: expected format {FORMAT}, got {version}, of another version of dpjax")
   encoder = open_encoder(folder, boundaries if has_boundaries else None)
@@ -205,19 +299,22 @@ def _telling(path: Path) -> Iterator[None]:
     ) from error
 
 
-def _assemble(content: Mapping[str, Any], folder: Path, encoder: Encoder) -> Tokens:
+def _assemble(content: files.JsonObject, folder: Path, encoder: Encoder) -> Tokens:
   """The tokens in a folder that the content of a data.json describes."""
-  counts = {split: dict(content["splits"][split]) for split in SPLITS}
-  if any(int(counts[split][unit]) < 1 for split in SPLITS for unit in UNITS):
-    raise UserError("a split without text")
+  counts: dict[str, Counts] = {split: content["splits"][split] for split in SPLITS}
+  for each in counts.values():
+    units = (each["tokens"], each["characters"], each["words"], each["bytes"])
+    if min(map(int, units)) < 1:
+      raise UserError("a split without text")
   checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
   sizes = {split: counts[split]["tokens"] for split in SPLITS}
-  boundaries = documents = None
+  boundaries = None
   if content["unigram"]:
     boundaries = _Arrays(folder, ".boundaries.bin", np.uint8, sizes, checksums)
-  if all("documents" in counts[split] for split in SPLITS):
-    begins = {split: counts[split]["documents"] for split in SPLITS}
-    documents = _Arrays(folder, ".documents.bin", np.int64, begins, checksums)
+  documents = None
+  num_documents = {x: each["documents"] for x, each in counts.items() if "documents" in each}
+  if len(num_documents) == len(counts):
+    documents = _Arrays(folder, ".documents.bin", np.int64, num_documents, checksums)
   return Tokens(
     str(content["name"]),
     encoder.tokenizer,
@@ -232,7 +329,7 @@ def _assemble(content: Mapping[str, Any], folder: Path, encoder: Encoder) -> Tok
   )
 
 
-def _find_arrays(content: Mapping[str, Any], folder: Path, data_dir: str | Path) -> Path:
+def _find_arrays(content: files.JsonObject, folder: Path, data_dir: str | Path) -> Path:
   """The folder of the arrays: this one, or the one that it refers to, which may have moved."""
   if "tokens" not in content:
     return folder

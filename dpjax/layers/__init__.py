@@ -12,7 +12,6 @@ if TYPE_CHECKING:
   from dpjax.layers.boundaries import BoundaryOutput as BoundaryOutput
   from dpjax.layers.boundaries import Fixed as Fixed
   from dpjax.layers.boundaries import SpaceByte as SpaceByte
-  from dpjax.layers.boundaries import TextBoundaries as TextBoundaries
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.common import Norm as Norm
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
   from dpjax.layers.mixer import Mixer as Mixer
   from dpjax.layers.mixer import check_input as check_input
   from dpjax.layers.short_convolution import ShortConvolution as ShortConvolution
+  from dpjax.text.boundaries import TextBoundaries as TextBoundaries
 else:
   from dpjax import lazy
 

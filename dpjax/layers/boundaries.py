@@ -7,8 +7,7 @@ Boundaries are a Linen module; `dpjax.models.hourglass.Hourglass` uses the segme
 Source: Nawrot et al. 2023, arXiv:2211.09761, Sec. 3.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from dpjax.errors import UserError
 from dpjax.layers.mixer import check_settings
 from dpjax.ops import arrays
 from dpjax.ops.segments import METHODS
+from dpjax.text.boundaries import TextBoundaries
 
 
 class BoundaryOutput(NamedTuple):
@@ -35,33 +35,6 @@ class BoundaryOutput(NamedTuple):
   logits: jax.Array | None = None
   probabilities: jax.Array | None = None
   state: Any = ()
-
-
-class TextBoundaries:
-  """Boundaries that follow from the text, and are computed once, when it is prepared.
-
-  Subclasses are dataclasses of the settings on which the boundaries depend.
-  """
-
-  @property
-  def key(self) -> Any:
-    """These settings as JSON: the class's name and all fields."""
-    fields: Any = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-    return [type(self).__name__, *([x.name, str(getattr(self, x.name))] for x in fields)]
-
-  def fit(self, texts: Iterable[str]) -> bytes:
-    """Computes what `compute` needs from the train split, in parts; stored with the tokens."""
-    return b""
-
-  def compute(self, text: str, tokenizer: Any, fitted: bytes) -> np.ndarray:
-    """[N], 0 or 1 for each token of a text.
-
-    Args:
-      text: a part of a text, possibly empty. Parts do not split words.
-      tokenizer: from `dpjax.text`, with the `kind` "characters" or "bytes".
-      fitted: the result of `fit`.
-    """
-    raise NotImplementedError
 
 
 class Boundaries(nn.Module):

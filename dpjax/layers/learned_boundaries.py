@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.layers.block import FeedForward
-from dpjax.layers.boundaries import Boundaries, BoundaryOutput, TextBoundaries, check_target, newest
+from dpjax.layers.boundaries import Boundaries, BoundaryOutput, check_target, newest
 from dpjax.ops import arrays
 from dpjax.ops.entropies import check_rule
+from dpjax.text.boundaries import TextBoundaries
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
 _segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # caches words

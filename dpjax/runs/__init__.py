@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.runs.from_torch import load_torch as load_torch
   from dpjax.runs.launch import check_frozen as check_frozen
-  from dpjax.runs.launch import tokenize as tokenize
   from dpjax.runs.launch import train as train
+  from dpjax.runs.prepare import tokenize_only as tokenize_only
   from dpjax.runs.run import Run as Run
   from dpjax.runs.run import load as load
   from dpjax.runs.run import table as table

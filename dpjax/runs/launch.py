@@ -71,7 +71,7 @@ def train(
   for key, names in rules.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)
   with run_files.lock(workdir):
-    data = _open_data(settings, workdir)
+    data = prepare.open_data(settings, workdir)
     config = build.with_vocabulary(settings, data.tokenizer)
     frozen = _frozen_run(config, workdir, data.tokenizer)
     frozen_model = saved_frozen(config, workdir) if frozen is None else frozen.model
@@ -91,33 +91,6 @@ def train(
     return best, best.score_split("test", progress=True, folder=workdir)
 
 
-def tokenize(config: ConfigDict, workdir: str | Path) -> Tokens:
-  """Makes the folder of a run and its tokens, as `train` does first."""
-  config, workdir = sections.expand_paths(config), Path(os.path.expanduser(workdir))
-  rules.check(config)
-  with run_files.lock(workdir):
-    data = _open_data(config, workdir)
-    run_files.write_config(workdir, config)
-  return data
-
-
-def _open_data(config: ConfigDict, workdir: Path) -> Tokens:
-  """The tokens of a run, new unless it resumes."""
-  resumes = run_files.resumes(workdir, config)
-  runs = {"train.init_from": config.train.init_from}
-  if run_files.needs_run(config):
-    runs["model.boundaries.run"] = config.model.boundaries.run
-  for key, folder in runs.items():
-    if folder and not resumes and not run_files.is_run(run_files.find(folder)):
-      raise UserError(f"{key}: expected the folder of a run, got {folder}")
-  folder, data_dir = (workdir / "data").resolve(), Path(config.data.data_dir).resolve()
-  if data_dir.is_relative_to(folder):
-    raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
-  # Without a checkpoint, its tokens may be from other settings.
-  fresh = not (resumes and run_files.has_saved(workdir))
-  return prepare.prepare_tokens(config, workdir / "data", fresh=fresh)
-
-
 def make_batches(config: ConfigDict, data: Tokens) -> batches.Windows:
   """The batches of `config.train`."""
   settings = config.train
@@ -130,7 +103,7 @@ def make_batches(config: ConfigDict, data: Tokens) -> batches.Windows:
   window = settings.window or config.model.max_length
   if config.data.mixture:
     shares = list(mixture.parse(config.data.mixture).values())
-    sizes = data.counts["train"]["sources"]
+    sizes = data.counts["train"].get("sources", [])
     return mixture.MixedWindows(
       stream, settings.batch_size, window, config.seed, sizes=sizes, shares=shares
     )

@@ -1,11 +1,11 @@
 """The tokens of a run: found in data_dir, where all runs share them, or made there."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any
 
 from dpjax import files
-from dpjax.config import schema
+from dpjax.config import rules, schema, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.data import remote
 from dpjax.data.encoding import tokenize
@@ -14,10 +14,43 @@ from dpjax.data.token_files import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
-from dpjax.runs.run_files import find, on_first_process
+from dpjax.runs import run_files
+from dpjax.text.boundaries import TextBoundaries
 from dpjax.text.characters import BytesWithEnds
-from dpjax.text.factory import load_tokenizer
-from dpjax.text.tokenizer import Tokenizer
+from dpjax.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
+  """Makes the folder of a run and its tokens, as `train` does first."""
+  config = sections.expand_paths(config)
+  workdir = Path(os.path.expanduser(workdir))
+  rules.check(config)
+  with run_files.lock(workdir):
+    data = open_data(config, workdir)
+    run_files.write_config(workdir, config)
+  return data
+
+
+def open_data(config: ConfigDict, workdir: Path) -> Tokens:
+  """Opens the tokens of a run that trains in a locked folder; see `prepare_tokens`.
+
+  Raises:
+    UserError: the run has other settings, a setting names no run, or as for `prepare_tokens`.
+  """
+  resumes = run_files.resumes(workdir, config)
+  runs = {"train.init_from": config.train.init_from}
+  if run_files.needs_run(config):
+    runs["model.boundaries.run"] = config.model.boundaries.run
+  for key, folder in runs.items():
+    if folder and not resumes and not run_files.is_run(run_files.find(folder)):
+      raise UserError(f"{key}: expected the folder of a run, got {folder}")
+  folder = (workdir / "data").resolve()
+  data_dir = Path(config.data.data_dir).resolve()
+  if data_dir.is_relative_to(folder):
+    raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
+  # Without a checkpoint, its tokens may be from other settings.
+  fresh = not (resumes and run_files.has_saved(workdir))
+  return prepare_tokens(config, workdir / "data", fresh=fresh)
 
 
 def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
@@ -32,15 +65,19 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
   """
 
   def prepare() -> None:
-    before = None if fresh or not folder.exists() else read_tokens(config, folder)
-    if before is None or not before.has_tokens:
-      data = _encode(config) if before is None else _encode_again(config, before)
-      try:
-        write_reference(data, folder)
-      except OSError as error:
-        raise not_writable("workdir", folder, error) from error
+    if fresh or not folder.exists():
+      data = _make_tokens(config)
+    else:
+      before = read_tokens(config, folder)
+      if before.has_tokens:
+        return
+      data = _make_again(config, before)
+    try:
+      write_reference(data, folder)
+    except OSError as error:
+      raise not_writable("workdir", folder, error) from error
 
-  on_first_process(prepare)
+  run_files.on_first_process(prepare)
   data = read_tokens(config, folder)
   data.check()
   return data
@@ -48,14 +85,14 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
 
 def find_tokens(config: ConfigDict, data: Tokens) -> Tokens:
   """The tokens of a run; missing ones are recreated in data_dir."""
-  return data if data.has_tokens else _on_all_processes(config, data)
+  return data if data.has_tokens else _make_on_all_processes(config, data)
 
 
 def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   """The same corpus with its documents, in data_dir, made if missing."""
   config = config.copy_and_resolve_references()
   config.data.isolate_documents = True
-  return _on_all_processes(config, data)
+  return _make_on_all_processes(config, data)
 
 
 def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
@@ -63,68 +100,75 @@ def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
   return open_tokens(folder, config.data.data_dir, _text_boundaries(config))
 
 
-def _on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
-  on_first_process(lambda: _encode_again(config, before) and None)
-  return _encode(config, before.tokenizer)
+def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
+  run_files.on_first_process(lambda: _make_again(config, before))
+  return _make_tokens(config, before.tokenizer)
 
 
-def _encode_again(config: ConfigDict, before: Tokens) -> Tokens:
+def _make_again(config: ConfigDict, before: Tokens) -> Tokens:
   """Recreates the tokens of a run from the same text."""
   try:
-    data = _encode(config, before.tokenizer)
+    data = _make_tokens(config, before.tokenizer)
   except UserError as error:
     expected = f"{before.folder}: expected to make the tokens of a run again"
     raise UserError(f"{expected}, got: {error}") from error
-  identities = (
-    (
-      {split: x["sha256"] for split, x in each.counts.items()},
-      each.tokenizer.to_json(),
-      each.fitted,
-    )
-    for each in (data, before)
-  )
-  if len({*map(str, identities)}) > 1:
+  if _identity(data) != _identity(before):
     expected = f"{before.folder}: expected the text, vocabulary and Unigram model of the run"
     raise UserError(f"{expected}, got others with its settings")
   return data
 
 
-def _text_boundaries(config: ConfigDict) -> Any:
+def _identity(data: Tokens) -> tuple[dict[str, str], str, bytes]:
+  """The checksums of the text, the vocabulary, and the model fitted for the boundaries."""
+  checksums = {split: counts["sha256"] for split, counts in data.counts.items()}
+  return checksums, data.tokenizer.to_json(), data.fitted
+
+
+def _text_boundaries(config: ConfigDict) -> TextBoundaries | None:
   """The object that computes boundaries from the text, or None."""
-  return next((x.text_boundaries for x in build_boundaries(config.model)[:1]), None)
+  stages = build_boundaries(config.model)
+  return stages[0].text_boundaries if stages else None
 
 
-def _encode(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tokens:
+def _make_tokens(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> Tokens:
   """The tokens in `data.path` or data_dir, encoded if missing, with `run_tokenizer` if needed."""
-  data, options = config.data, {}
-  tokenizer: Any = _loaded_tokenizer(config, run_tokenizer)
+  data = config.data
+  tokenizer = _loaded_tokenizer(config, run_tokenizer)
   if data.path and Path(data.path, "train.bin").is_file():
     return _open_ready(config, tokenizer)
   corpus = load_corpus(schema.Data(**data))
-  if tokenizer is None:
-    options = dict(data.tokenizer)
-    tokenizer = options.pop("name")
-    options["file"] = remote.find_vocabulary(options["file"], data.data_dir, data.manual_dir)
-  options |= dict(shared=True, boundaries=_text_boundaries(config))
-  return tokenize(corpus, Path(data.data_dir, "tokens"), tokenizer, **options)
+  folder = Path(data.data_dir, "tokens")
+  boundaries = _text_boundaries(config)
+  if tokenizer is not None:
+    return tokenize(corpus, folder, tokenizer, shared=True, boundaries=boundaries)
+  settings = dict(data.tokenizer)
+  name = settings.pop("name")
+  if settings["file"]:
+    settings["file"] = remote.find_vocabulary(settings["file"], data.data_dir, data.manual_dir)
+  return tokenize(corpus, folder, name, shared=True, boundaries=boundaries, **settings)
 
 
 def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
   """The tokens in `data.path`; a `UserError` if they were encoded with other settings."""
-  data, boundaries = config.data, _text_boundaries(config)
+  data = config.data
+  boundaries = _text_boundaries(config)
   ready = open_tokens(data.path, boundaries=boundaries)
   origin = files.load_json(Path(data.path, files.RECORD)).get("origin")
   if origin is None:
     raise UserError(f"data.path: expected tokens of this version, got earlier ones in {data.path}")
-  keys = origin.get("unigram"), boundaries and boundaries.key
-  isolate = data.isolate_documents
-  pairs: dict[str, Any] = {
-    "model.boundaries": [f"unigram, {key}" if key else "none of the text" for key in keys],
-    "data.isolate_documents": [isolate and ready.documents is not None, isolate],
+  pairs = {
+    "model.boundaries": (
+      _describe_boundaries(origin.get("unigram")),
+      _describe_boundaries(None if boundaries is None else boundaries.key),
+    ),
+    "data.isolate_documents": (
+      data.isolate_documents and ready.documents is not None,
+      data.isolate_documents,
+    ),
   }
   if tokenizer is None:
     for name, value in origin.get("tokenizer", {}).items():
-      pairs[_tokenizer_key(name)] = value, data.tokenizer.get(name)
+      pairs[_tokenizer_key(name)] = (value, data.tokenizer.get(name))
   elif tokenizer.to_json() != ready.tokenizer.to_json():
     raise UserError(f"data.path: expected tokens of the run's vocabulary, got {data.path}")
   for key, (expected, got) in pairs.items():
@@ -133,21 +177,28 @@ def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
   return ready
 
 
+def _describe_boundaries(key: object) -> str:
+  return f"unigram, {key}" if key else "none of the text"
+
+
 def _tokenizer_key(name: str) -> str:
   return "data.tokenizer" if name == "name" else f"data.tokenizer.{name}"
 
 
 def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> Tokenizer | None:
   """The tokenizer of the run that the settings name, if any, or its copy, `run_tokenizer`."""
-  file, init_from = config.data.tokenizer.file, config.train.init_from
-  key, source = ("data.tokenizer.file", file) if file else ("train.init_from", init_from)
-  tokenizer = run_tokenizer if source else None
-  if source and tokenizer is None:
-    folder = find(source)
+  file = config.data.tokenizer.file
+  key = "data.tokenizer.file" if file else "train.init_from"
+  source = file or config.train.init_from
+  if not source:
+    return None
+  tokenizer = run_tokenizer
+  if tokenizer is None:
+    folder = run_files.find(source)
     is_released = hnet.find(folder) is not None
     tokenizer = BytesWithEnds() if is_released else load_tokenizer(folder, key)
   if tokenizer is None:
-    if source and not file:
+    if not file:
       raise UserError(f"{key}: expected the folder of a run with its tokenizer, got {source}")
     return None
   # U+0378 is unassigned, so that no vocabulary has it.

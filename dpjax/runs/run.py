@@ -89,7 +89,7 @@ class Run:
     tokens = self.tokenizer.encode(text)
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {text!r}")
-    counts = {"tokens": len(tokens), **count_text([text])}
+    counts = count_text([text], len(tokens))
     boundaries = None
     if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)

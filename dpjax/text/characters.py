@@ -22,6 +22,7 @@ class Characters(Tokenizer):
 
   name = "characters"
   lossless = True
+  is_character_level = True
 
   def __init__(self, characters: str):
     """Takes the characters of the vocabulary, each once, sorted."""
@@ -85,6 +86,7 @@ class Bytes(Tokenizer):
   vocab_size = 256
   start_id = ord("\n")
   lossless = True
+  is_character_level = True
   space_ids = (ord(" "), ord("\n"))
 
   @classmethod

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -112,9 +111,12 @@ class BytePairs(Tokenizer):
       return cls.load(file)
     check_size(vocab_size, 257, " (the bytes and one mark)")
     raw = _byte_level(models.BPE())
-    marks: Any = dict(special_tokens=[END_OF_TEXT], show_progress=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, **marks)
+    trainer = trainers.BpeTrainer(
+      vocab_size=vocab_size,
+      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+      special_tokens=[END_OF_TEXT],
+      show_progress=False,
+    )
     lines = (line for chunk in chunks for line in LINE.split(chunk))
     raw.train_from_iterator((part for line in lines for part in _LONG.findall(line)), trainer)
     return cls(raw)
@@ -165,8 +167,10 @@ class WordPiece(Tokenizer):
 
   def __init__(self, raw, pieces: Sequence[str], lower_text: bool, lower_pieces: bool):
     """Takes the library's tokenizer and the vocabulary in the order of its ids."""
-    self._raw, self._pieces = raw, list(pieces)
-    self._lower_text, self._lower_pieces = lower_text, lower_pieces
+    self._raw = raw
+    self._pieces = list(pieces)
+    self._lower_text = lower_text
+    self._lower_pieces = lower_pieces
     ids = {piece: i for i, piece in enumerate(self._pieces)}
     self.vocab_size = len(ids)
     self.start_id = ids["<eos>"] if "<eos>" in ids else ids["[SEP]"]
@@ -210,7 +214,8 @@ class WordPiece(Tokenizer):
 
   def decode(self, ids) -> str:
     """Joins `##` pieces, puts spaces between words, and ends lines."""
-    parts, joins = [], True
+    parts = []
+    joins = True  # the next piece, without a space before it
     for i in as_ids(ids, self.vocab_size):
       piece = "\n" if i == self.start_id else self._pieces[i]
       continues = piece.startswith("##") and len(piece) > 2
@@ -266,8 +271,13 @@ def _train_pieces(chunks, vocab_size: int, lower: bool, marks: list[str]) -> dic
   from tokenizers import trainers
 
   raw = _bert({})
-  settings: Any = dict(min_frequency=2, limit_alphabet=1000, show_progress=False)
-  trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=marks, **settings)
+  trainer = trainers.WordPieceTrainer(
+    vocab_size=vocab_size,
+    min_frequency=2,
+    limit_alphabet=1000,
+    special_tokens=marks,
+    show_progress=False,
+  )
   lines = (line for chunk in chunks for line in cut_lines(chunk, 2**14))
   raw.train_from_iterator(map(str.lower, lines) if lower else lines, trainer)
   return raw.get_vocab()
@@ -303,7 +313,8 @@ def _encode_raw(raw, text: str, lower: bool) -> np.ndarray:
 
 def _restrict(raw, raw_pieces, chunks: Iterable[str], lower: bool) -> list[str]:
   """The authors' four marks, then the pieces of a text, most frequent first."""
-  counts, names = Counter(), [*raw_pieces, "<eos>"]
+  counts = Counter()
+  names = [*raw_pieces, "<eos>"]
   for chunk in chunks:
     counts.update(names[i] for i in _encode_raw(raw, chunk, lower))
   marks = ["<unk>", "<pad>", "<sos>", "<eos>"]

@@ -4,7 +4,6 @@ import base64
 import io
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -69,25 +68,35 @@ class SentencePiece(Tokenizer):
         raise file_error("a SentencePiece .model", f"{file} ({error})") from error
     check_size(vocab_size, 1)
     lines = (line for chunk in chunks for line in cut_lines(chunk, 4096))
-    lossless: Any = dict(byte_fallback=True, allow_whitespace_only_pieces=True)
-    lossless |= dict(remove_extra_whitespaces=False, add_dummy_prefix=False)
-    lossless["required_chars"] = SPACE_MARK  # Its bytes do not decode as a space.
-    lossless |= dict(
-      user_defined_symbols=["\n"], model_type=cls.name.removeprefix("sentencepiece_")
+    model = train_pieces(
+      lines,
+      "data.tokenizer.vocab_size",
+      vocab_size,
+      model_type=cls.name.removeprefix("sentencepiece_"),
+      # The others make it lossless.
+      byte_fallback=True,
+      allow_whitespace_only_pieces=True,
+      remove_extra_whitespaces=False,
+      add_dummy_prefix=False,
+      user_defined_symbols=["\n"],
+      required_chars=SPACE_MARK,  # Its bytes do not decode as a space.
     )
-    return cls(train_pieces(lines, "data.tokenizer.vocab_size", vocab_size, **lossless))
+    return cls(model)
 
   def _encode(self, text: str) -> np.ndarray:
     parts = list(cut_lines(text, 2**14))  # the encoding time is not linear in the length
     ends = [self._line_end >= 0 and part.endswith("\n") for part in parts]
     lines = [part[:-1] if end else part for part, end in zip(parts, ends, strict=True)]
-    # Chunks of a text already have their own threads (`dpjax.data.token_files`).
-    encoded, ids = self._processor.encode(lines, num_threads=1), []
+    # Chunks of a text already have their own threads (`dpjax.data.encoding`).
+    encoded = self._processor.encode(lines, num_threads=1)
+    ids: list[int] = []
     for line, line_ids, end in zip(lines, encoded, ends, strict=True):
       if self._mark_ids and SPACE_MARK in line:  # It would decode as a space.
         line_ids, *rest = self._processor.encode(line.split(SPACE_MARK))
         line_ids += [i for part in rest for i in (*self._mark_ids, *part)]
-      ids += [*line_ids, *[self._line_end] * end]
+      ids += line_ids
+      if end:
+        ids.append(self._line_end)
     return np.array(ids, np.int32)
 
   def decode(self, ids) -> str:

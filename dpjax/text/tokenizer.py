@@ -1,14 +1,16 @@
-r"""The base class of tokenizers, incremental decoding, and shared helpers."""
+r"""Tokenizers by name, their base class, incremental decoding, and shared helpers."""
 
 import abc
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from dpjax.errors import UserError
+from dpjax import files
+from dpjax.errors import UserError, unknown
 
 FORMAT = 1
 MAX_PIECES = 2**24  # limit for a trained vocabulary that fits the libraries' memory
@@ -35,6 +37,7 @@ class Tokenizer(abc.ABC):
     lossless: whether `decode(encode(text)) == text`, for any text without unknown parts.
     space_ids: the ids of the space and the line end, for "characters" (if known) and "bytes".
     byte_ids: the ids of bytes that are decoded together, so that later ones change their text.
+    is_character_level: whether each token is a character or a part of one.
   """
 
   name: str
@@ -46,6 +49,12 @@ class Tokenizer(abc.ABC):
   lossless: bool
   space_ids: tuple[int, ...] = ()
   byte_ids: frozenset[int] = frozenset()
+  is_character_level: bool = False
+
+  @classmethod
+  def train(cls, chunks: Iterable[str], *_, **settings) -> "Tokenizer":
+    """Makes the tokenizer; see `train_tokenizer`. Each class names its own settings."""
+    raise NotImplementedError
 
   def encode(self, text: str) -> np.ndarray:
     """The ids of a text, int32 [N].
@@ -70,7 +79,8 @@ class Tokenizer(abc.ABC):
 
       "a b", " c"  ->  the ids of "a", " " and of "b c", if that is a piece
     """
-    ids, prefix = self.encode(context + continuation), self.encode(context)
+    ids = self.encode(context + continuation)
+    prefix = self.encode(context)
     size = min(len(ids), len(prefix))
     size = next(iter(np.flatnonzero(ids[:size] != prefix[:size])), size)
     return ids[:size], ids[size:]
@@ -89,8 +99,10 @@ class Tokenizer(abc.ABC):
   def describe_unknown(self, texts: Mapping[str, np.ndarray]) -> str:
     """A message with the number of unknown ids in each text; "" if there are none."""
     counts = {name: self.count_unknown(ids) for name, ids in texts.items()}
+    if not any(counts.values()):
+      return ""
     text = ", ".join(f"{count:,} in {name}" for name, count in counts.items())
-    return any(counts.values()) * f"tokens for what the vocabulary does not know: {text}"
+    return f"tokens for what the vocabulary does not know: {text}"
 
   @abc.abstractmethod
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -126,6 +138,76 @@ class Tokenizer(abc.ABC):
     """The tokenizer as JSON, including its vocabulary, for `tokenizer_from_json`."""
     content = {"format": FORMAT, "name": self.name, **self.fields()}
     return json.dumps(content, ensure_ascii=False)
+
+
+def tokenizer_classes() -> dict[str, type[Tokenizer]]:
+  """All tokenizers by name; imported here, since they import their base class."""
+  from dpjax.text import characters, pieces, sentencepiece
+
+  classes = (
+    characters.Characters,
+    characters.Bytes,
+    characters.BytesWithEnds,
+    pieces.WordPiece,
+    pieces.BytePairs,
+    sentencepiece.SentencePieceBpe,
+    sentencepiece.SentencePieceUnigram,
+  )
+  return {each.name: each for each in classes}
+
+
+def train_tokenizer(name: str, chunks: Iterable[str], **settings: str | int) -> Tokenizer:
+  """Makes a tokenizer: trained on a text, or loaded from a vocabulary file.
+
+  Args:
+    name: "characters", "bytes", "bytes_with_ends", "wordpiece", "bpe", "sentencepiece_bpe" or
+      "sentencepiece_unigram".
+    chunks: the text in parts, preferably cut after line ends; not a bare iterator.
+    **settings: the settings of this `data.tokenizer`, the arguments of the class's `train`. A
+      `file` is loaded; without one, a vocabulary of `vocab_size` entries is trained.
+
+  Returns:
+    The tokenizer; equal arguments give an equal one.
+
+  Raises:
+    ValueError: a setting `data.tokenizer...` is wrong.
+  """
+  classes = tokenizer_classes()
+  if name not in classes:
+    raise unknown("data.tokenizer", classes, name)
+  return classes[name].train(chunks, **settings)
+
+
+def load_tokenizer(source: str | Path, setting: str = "data.tokenizer.file") -> Tokenizer | None:
+  """The tokenizer of a run, from its folder or tokenizer.json; a `ValueError` if damaged.
+
+  None if the source is something else, such as a vocabulary for `train_tokenizer`.
+  """
+  path = Path(source, "data", "tokenizer.json")
+  if not (is_run := path.is_file()):
+    path = Path(source)
+    if path.suffix != ".json" or not path.is_file():
+      return None
+  try:
+    content = files.read_file(path)
+    # Other libraries' files have no format.
+    is_ours = is_run or "format" in json.loads(content)
+    return tokenizer_from_json(content) if is_ours else None
+  except (OSError, ValueError, TypeError, RecursionError) as error:
+    raise file_error("a tokenizer.json", f"{path} ({error})", setting) from error
+
+
+def tokenizer_from_json(text: str | bytes) -> Tokenizer:
+  """Reads a tokenizer from the JSON of `Tokenizer.to_json`; a `ValueError` if damaged."""
+  try:
+    content = json.loads(text)
+    if content["format"] > FORMAT:
+      raise UserError(f"a later format than {FORMAT}: {content['format']}")
+    return tokenizer_classes()[content["name"]].from_fields(content)
+  except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as e:
+    answer = e if isinstance(e, UserError) else repr(e)
+    expected = "tokenizer.json: expected the JSON of a tokenizer"
+    raise UserError(f"{expected}, got a damaged one: {answer}") from e
 
 
 class TextStream:
@@ -177,7 +259,8 @@ class TextStream:
 
   def _begin(self, context: list[int]) -> None:
     """Keeps the tokens of a context, all of whose text was returned."""
-    self._ids, self._num_context = context, len(context)
+    self._ids = context
+    self._num_context = len(context)
     self._length = len(self._tokenizer.decode(context))
 
   def _drop_space(self, new: str) -> str:
@@ -223,8 +306,9 @@ def rate_cut(before: str, after: str) -> int:
     return 0
   if _is_space(after[0]):
     return int(len(after) > 1 and not _is_space(after[1]))
-  is_clean = len(before) > 1 and not _is_space(before[-2])
-  return is_clean + (is_clean and LINE.search(before[-2:] + after[0]) is not None)
+  if len(before) < 2 or _is_space(before[-2]):
+    return 0
+  return 2 if LINE.search(before[-2:] + after[0]) else 1
 
 
 def _is_space(character: str) -> bool:

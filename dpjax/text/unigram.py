@@ -12,7 +12,6 @@ arXiv:1804.10959.
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,13 +40,13 @@ class UnigramBoundaries:
     """Takes a model; a `ValueError` if it is not a SentencePiece model of the type Unigram."""
     import sentencepiece
     from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2 as proto
 
-    proto: Any = sentencepiece_model_pb2  # its classes are created on import
+    model_class = proto.ModelProto  # pyright: ignore[reportAttributeAccessIssue]  (made on import)
     try:
-      content = proto.ModelProto.FromString(model)
+      content = model_class.FromString(model)
     except DecodeError:
-      content = proto.ModelProto()
+      content = model_class()
     if not content.pieces or content.trainer_spec.model_type != content.trainer_spec.UNIGRAM:
       raise UserError("model: expected a SentencePiece model of the type unigram, got another file")
     self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)

@@ -26,7 +26,7 @@ def evaluate(
   eval_step: Callable[..., Mapping[str, jax.Array]],
   params: Mapping,
   windows: batches.EvaluationWindows | batches.EvaluationDocuments,
-  counts: Mapping[str, int],
+  counts: Mapping[str, float],
   mesh: Mesh,
   *,
   progress: bool = False,
@@ -114,9 +114,9 @@ class Scorer:
     Documents are scored independently. `max_tokens` scores that many tokens in fixed random
     windows, and estimates the other counts from their share; 0 scores all.
     """
-    counts = text.counts
-    if not self.tokenizer.keeps_text(text.tokens):
-      counts = {unit: counts[unit] for unit in ("tokens", "words")}
+    counts: dict[str, float] = {"tokens": text.counts["tokens"], "words": text.counts["words"]}
+    if self.tokenizer.keeps_text(text.tokens):
+      counts |= {"characters": text.counts["characters"], "bytes": text.counts["bytes"]}
     window, stride = self.sizes(window, stride)
     # Rounded up to a multiple of the devices: rows without text do not count.
     num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
@@ -126,8 +126,7 @@ class Scorer:
     if text.documents is None:
       windows = batches.EvaluationWindows(stream, window, stride, num_rows, max_tokens)
       if windows.share < 1:
-        units = [unit for unit in ("tokens", "words", "characters", "bytes") if unit in counts]
-        counts = {unit: counts[unit] * windows.share for unit in units}
+        counts = {unit: count * windows.share for unit, count in counts.items()}
     else:
       windows = batches.EvaluationDocuments(stream, window, stride, num_rows)
     scores = evaluate(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 
 
-def text_scores(nats: float, counts: Mapping[str, int]) -> dict[str, float]:
+def text_scores(nats: float, counts: Mapping[str, float]) -> dict[str, float]:
   """Converts the nats of a whole text to scores per token, word, character and byte.
 
     perplexity           = exp(nats / tokens)

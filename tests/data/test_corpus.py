@@ -13,7 +13,7 @@ import pytest
 from dpjax.data import readers, sources, text_file
 from dpjax.data.remote import Source
 from dpjax.data.sources import register_corpus
-from dpjax.data.text_file import SPLITS, Text
+from dpjax.data.text_file import SPLITS, TextFile
 from dpjax.errors import UserError
 from tests import helpers
 
@@ -177,7 +177,7 @@ def test_a_line_between(tmp_path, separator):
 
 def test_lines_with_carriage_returns(tmp_path):
   (tmp_path / "a").write_bytes(b"one\r\n--\r\ntwo --\n--\nthree\n--")
-  text = Text(tmp_path / "a", 0, 27, marks=readers.line_pattern("--"))
+  text = TextFile(tmp_path / "a", 0, 27, marks=readers.line_pattern("--"))
   assert documents(text) == ["one\r\n--\r\n", "two --\n--\n", "three\n--"]
 
 
@@ -221,7 +221,7 @@ def test_a_file_of_one_line_is_cut_between_characters(tmp_path, text):
 def test_chunks_join_to_the_text(tmp_path, monkeypatch, text, ends):
   monkeypatch.setattr(text_file, "CHUNK_BYTES", 61)
   (tmp_path / "a.txt").write_bytes(text.encode())
-  parts = [*Text(tmp_path / "a.txt", 0, len(text.encode()))]
+  parts = [*TextFile(tmp_path / "a.txt", 0, len(text.encode()))]
   assert "".join(parts) == text
   assert len(parts) > 5 and max(len(part.encode()) for part in parts) <= 61
   assert all(part.endswith(ends) for part in parts[:-1])

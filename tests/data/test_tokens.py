@@ -12,14 +12,13 @@ import pytest
 
 from dpjax import files
 from dpjax.data import encoding, text_file, token_files
-from dpjax.data.encoder import Encoder
 from dpjax.data.encoding import count_text, encode_text, tokenize
 from dpjax.data.sources import Corpus
-from dpjax.data.text_file import SPLITS, Text
-from dpjax.data.token_files import open_tokens
+from dpjax.data.text_file import SPLITS, TextFile
+from dpjax.data.token_files import Encoder, open_tokens
 from dpjax.errors import UserError
 from dpjax.layers import Unigram
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.tokenizer import train_tokenizer
 from dpjax.text.unigram import UnigramBoundaries, train_unigram
 from tests import helpers
 
@@ -75,17 +74,18 @@ def test_subwords_do_not_depend_on_the_chunks(tmp_path, monkeypatch, variant, si
   expected = encoder.tokenizer.encode(text).tolist()
   for chunk_bytes in range(31, 53, 2):
     monkeypatch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
-    parts = [encoder(part)[0] for part in Text(tmp_path / "a.txt", 0, len(text.encode()))]
+    parts = [encoder(part)[0] for part in TextFile(tmp_path / "a.txt", 0, len(text.encode()))]
     assert len(parts) > 20 and np.concatenate(parts).tolist() == expected
 
 
 def test_counts_do_not_depend_on_the_parts():
   text = "a bc\n\n  de\tf\u00e9 \u2003g\r\nh i"
-  whole = count_text([text])
+  whole = count_text([text], 7)
   assert whole["words"] == 7 + 3
   for first in range(len(text)):
     for second in range(first, len(text)):
-      assert count_text([text[:first], text[first:second], text[second:]]) == whole
+      parts = [text[:first], text[first:second], text[second:]]
+      assert count_text(parts, 7) == whole
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(2**16, np.uint16), (2**16 + 1, np.int32)])
@@ -264,7 +264,7 @@ def test_a_document_without_tokens_is_none(tmp_path):
     path=tmp_path / "a.jsonl", data_dir=tmp_path, split_fractions=(0.4, 0.4, 0.2)
   )
   train = text.splits["train"]
-  full = Text(train.path, 0, train.path.stat().st_size, train.offsets)
+  full = TextFile(train.path, 0, train.path.stat().st_size, train.offsets)
   assert [*full] == [*texts[:-1], "   \n"]
 
   class Letters(token_files.Tokenizer):
@@ -374,12 +374,11 @@ def test_sources_and_documents_resume(tmp_path, records, monkeypatch):
 
 SCRIPT = """
 import resource, sys
-from dpjax.config.schema import Data
 from dpjax.data import encoding
 from dpjax.data.sources import load_corpus
 encoding.SHARD_SIZE = 2**22
 begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-corpus = load_corpus(Data(path=sys.argv[1], data_dir=sys.argv[3]))
+corpus = load_corpus(sys.argv[1], data_dir=sys.argv[3])
 tokens = encoding.tokenize(corpus, sys.argv[2], "bytes")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin, tokens.counts["train"]["sha256"])
 """

@@ -15,7 +15,7 @@ from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise
 from dpjax.models.build import build_model, pad_id
 from dpjax.text.characters import Bytes
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.tokenizer import train_tokenizer
 from tests import helpers
 
 ONE = dict(num_layers=1)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import tokenizers as library
 
-from dpjax.text.factory import TOKENIZERS, train_tokenizer
 from dpjax.text.pieces import BytePairs
-from dpjax.text.tokenizer import TextStream
+from dpjax.text.tokenizer import TextStream, tokenizer_classes, train_tokenizer
 from tests import helpers
 from tests.text.test_subwords import FAMILIES, family, train_sentencepiece
 
@@ -19,6 +18,7 @@ LINES = [
 SIZES = {"sentencepiece_unigram": 283, "sentencepiece_bpe": 283, "wordpiece": 67, "bpe": 283}
 # Models of others: white space lost or kept in front of lines that end sentences.
 FOREIGN = {"lost": True, "kept": False}
+TOKENIZERS = [*tokenizer_classes()]
 SOME = [*TOKENIZERS, *FOREIGN, "across characters"]
 NAMES = [*SOME, *FAMILIES, "metaspace"]
 TEXTS = [

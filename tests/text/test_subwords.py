@@ -16,7 +16,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from dpjax.data import text_file
 from dpjax.errors import UserError
 from dpjax.text import pieces
-from dpjax.text.factory import tokenizer_from_json, train_tokenizer
+from dpjax.text.tokenizer import tokenizer_from_json, train_tokenizer
 
 LINES = ["the cat sat on the mat\n", "the dog sat on the log\n"] * 7
 
@@ -206,7 +206,7 @@ def test_the_chunks_of_a_text_have_its_ids(of_family, tmp_path, monkeypatch):
   expected = raw.encode(text, add_special_tokens=False).ids
   for size in range(37, 60, 2):
     monkeypatch.setattr(text_file, "CHUNK_BYTES", size)
-    parts = [*text_file.Text(tmp_path / "a.txt", 0, len(text))]
+    parts = [*text_file.TextFile(tmp_path / "a.txt", 0, len(text))]
     assert len(parts) > 5
     assert [i for part in parts for i in tokenizer.encode(part).tolist()] == expected
 

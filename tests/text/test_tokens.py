@@ -8,13 +8,14 @@ import pytest
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import SpaceByte
 from dpjax.ops import spacelike_boundaries
-from dpjax.text.factory import (
-  CHARACTER_TOKENIZERS,
-  TOKENIZERS,
+from dpjax.text.tokenizer import (
+  as_ids,
+  cut_lines,
+  rate_cut,
+  tokenizer_classes,
   tokenizer_from_json,
   train_tokenizer,
 )
-from dpjax.text.tokenizer import as_ids, cut_lines, rate_cut
 from tests import helpers
 from tests.text.test_subwords import train_sentencepiece
 
@@ -35,6 +36,8 @@ LINES = [
 ]
 TEXT = "".join(LINES)
 SUBWORDS = {"sentencepiece_unigram": 301, "sentencepiece_bpe": 303, "wordpiece": 101, "bpe": 293}
+TOKENIZERS = tokenizer_classes()
+CHARACTER_TOKENIZERS = [name for name, each in TOKENIZERS.items() if each.is_character_level]
 LOSSLESS = [variant for variant in TOKENIZERS if variant != "wordpiece"]
 
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from dpjax.text.factory import train_tokenizer
+from dpjax.text.tokenizer import train_tokenizer
 from dpjax.text.unigram import UnigramBoundaries, load_unigram, train_unigram
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "F_spm_boundaries.json"
