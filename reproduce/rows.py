@@ -239,7 +239,7 @@ def authors_perplexity(run: Any, split: str = "test") -> float:
   Raises:
     ValueError: the text is too short for ten windows.
   """
-  stream = batches_lib.Stream(run.data.splits[split])
+  stream = batches_lib.TokenStream(run.data.splits[split])
   text = batches_lib.ContiguousRows(stream, 10, run.config.model.max_length)
   mesh = sharding.make_mesh()
   nats = count = 0.0

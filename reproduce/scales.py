@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import dpjax
-from dpjax.config import ConfigDict, Data
+from dpjax.config import ConfigDict
 from dpjax.data import sources
 from dpjax.data.text_file import write_texts
 from dpjax.errors import UserError
@@ -143,7 +143,7 @@ def cut(config: ConfigDict, scale: str) -> None:
   if scale not in MAX_CHARACTERS or data.path and Path(data.path, "train.bin").exists():
     return
   corpus = sources.load_corpus(
-    Data(data.name, path=data.path, data_dir=data.data_dir, manual_dir=data.manual_dir)
+    data.path, name=data.name, data_dir=data.data_dir, manual_dir=data.manual_dir
   )
   sizes = dict(zip(corpus.splits, MAX_CHARACTERS[scale], strict=True))
 

@@ -130,7 +130,7 @@ def test_a_part_of_the_split_stands_for_it_in_training_alone(plain, text, tmp_pa
   config.eval.max_tokens = 150
   run = train(config, tmp_path / "run")
   data, start = run.data, batches.DocumentStarts.of_one(run.tokenizer.start_id)
-  stream = batches.Stream(data.splits["valid"], None, start)
+  stream = batches.TokenStream(data.splits["valid"], None, start)
   windows = batches.EvaluationWindows(stream, 19, 19, 8, max_tokens=150)
   nats = count = 0
   for batch in map(windows.batch, range(len(windows))):

@@ -70,7 +70,7 @@ def test_models_of_a_seed_get_the_same_random_windows():
   config.seed, config.model.mixer = 5, "attention"
   config.train.update(sampling="random_windows", batch_size=6, window=9)
   made = launch.make_batches(config, Tokens("numbers", Bytes(), {"train": tokens}, {}))
-  expected = batches.RandomWindows(batches.Stream(tokens), 6, 9, seed=5)
+  expected = batches.RandomWindows(batches.TokenStream(tokens), 6, 9, seed=5)
   chex.assert_trees_all_equal(made.batch(3), expected.batch(3))
 
 

@@ -4,8 +4,8 @@ Every batch is a dict of "tokens" and "targets", int32 [b, T], and "weights", fl
 target with weight 0 does not count. A slice selects a host's b rows of the batch's B rows.
 Padding is filled with `pad_id`, 0 by default; scores do not depend on it.
 
-Given the boundaries of a `Stream`, uint8 [N], 0 or 1, a batch also has those of its input tokens,
-"boundaries", int32 [b, T], 0 in the padding:
+Given the boundaries of a `TokenStream`, uint8 [N], 0 or 1, a batch also has those of its input
+tokens, "boundaries", int32 [b, T], 0 in the padding:
 
   tokens 3 1 4 1 5, boundaries 0 1 0 0 1, a window of 3 from the second token on
   tokens [1 4 1]  boundaries [1 0 0]  targets [4 1 5]
@@ -51,7 +51,7 @@ class DocumentStarts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class TokenStream:
   """A stream of tokens, and what is known of each.
 
   Attributes:
@@ -75,10 +75,10 @@ class Stream:
       raise UserError(f"boundaries: expected {expected}, got {len(self.boundaries)}")
 
 
-class Windows(abc.ABC):
+class TrainingWindows(abc.ABC):
   """Batches of B windows, each of T tokens of a stream."""
 
-  def __init__(self, stream: Stream, batch_size: int, window: int, seed: int = 0):
+  def __init__(self, stream: TokenStream, batch_size: int, window: int, seed: int = 0):
     """Takes the stream, and the seed of a random order, >= 0.
 
     Raises:
@@ -125,7 +125,7 @@ class Windows(abc.ABC):
     return batch
 
 
-class _Rows(Windows):
+class _Rows(TrainingWindows):
   def _count_steps(self) -> int:
     num_tokens = len(self._stream.tokens)
     self._length = num_tokens // self.batch_size
@@ -194,7 +194,7 @@ class ShuffledWindows(_Rows):
     return begin_b1 + column_bt, column_bt == 0
 
 
-class RandomWindows(Windows):
+class RandomWindows(TrainingWindows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
   A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. An epoch has every
@@ -247,7 +247,7 @@ class EvaluationDocuments:
     row 1: tokens [1 9 9 0]  targets [5 9 2 0]  document_starts [1 1 0 0]  weights [1 1 1 0]
   """
 
-  def __init__(self, stream: Stream, window: int, stride: int, batch_size: int):
+  def __init__(self, stream: TokenStream, window: int, stride: int, batch_size: int):
     """Takes a stream with documents, N >= 1.
 
     Raises:
@@ -339,7 +339,7 @@ class EvaluationWindows(EvaluationDocuments):
   """
 
   def __init__(
-    self, stream: Stream, window: int, stride: int, batch_size: int, max_tokens: int = 0
+    self, stream: TokenStream, window: int, stride: int, batch_size: int, max_tokens: int = 0
   ):
     """Takes a stream of one document; `max_tokens` = 0 takes all of it."""
     self._max_tokens = max_tokens

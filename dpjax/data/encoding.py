@@ -65,11 +65,9 @@ def tokenize(
       of_file = {x: y for x, y in settings.items() if x != "restrict_vocabulary"}
       vocabulary = train_tokenizer(tokenizer, (), **of_file)
     recipe = _Recipe(corpus, tokenizer, vocabulary, settings, boundaries)
-    is_character_level = tokenizer in _character_tokenizers()
   else:
     recipe = _Recipe(corpus, tokenizer.name, tokenizer, settings, boundaries)
-    is_character_level = tokenizer.is_character_level
-  if boundaries is not None and not is_character_level:
+  if boundaries is not None and not recipe.is_character_level:
     names = " or ".join(_character_tokenizers())
     raise UserError(
       f"data.tokenizer: expected {names} with boundaries that follow from the text, "
@@ -103,6 +101,13 @@ class _Recipe:
   tokenizer: Tokenizer | None
   settings: Mapping[str, str | int]
   boundaries: TextBoundaries | None
+
+  @property
+  def is_character_level(self) -> bool:
+    """Whether its tokens are characters or parts of them."""
+    if self.tokenizer is not None:
+      return self.tokenizer.is_character_level
+    return self.name in _character_tokenizers()
 
   @functools.cached_property
   def origin(self) -> JsonObject:
@@ -168,7 +173,7 @@ class _Recipe:
     try:
       tokenizer = self.tokenizer
       if tokenizer is None or self.settings.get("restrict_vocabulary", False):
-        takes_all = self.name in _character_tokenizers() or self.settings.get("file")
+        takes_all = self.is_character_level or self.settings.get("file")
         tokenizer = train_tokenizer(self.name, text if takes_all else sample, **self.settings)
       fitted = b"" if self.boundaries is None else self.boundaries.fit(sample)
       return Encoder(tokenizer, self.boundaries, fitted)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dpjax.data.batches import RandomWindows, Stream, draw
+from dpjax.data.batches import RandomWindows, TokenStream, draw
 from dpjax.errors import UserError
 
 _BITS = 32  # bits of the fractions that choose a row's source
@@ -58,7 +58,7 @@ class MixedWindows(RandomWindows):
 
   def __init__(
     self,
-    stream: Stream,
+    stream: TokenStream,
     batch_size: int,
     window: int,
     seed: int = 0,

@@ -331,7 +331,7 @@ def find_source(name: str) -> Source:
 def is_name(source: str) -> bool:
   """Whether a source of a mixture is the name of a corpus, not a path."""
   load_plugins()
-  return source in SOURCES or source.startswith((*remote.PREFIXES,))
+  return source in SOURCES or source.startswith(tuple(remote.PREFIXES))
 
 
 def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:

@@ -143,6 +143,9 @@ class _Arrays(Mapping[str, np.ndarray]):
     self._unchecked.pop(path.name, None)
     return np.memmap(path, self._dtype, "r")
 
+  def __contains__(self, split: object) -> bool:
+    return split in self._paths  # without reading a file, which may be missing
+
   def __iter__(self) -> Iterator[str]:
     return iter(self._paths)
 

@@ -91,7 +91,7 @@ def train(
     return best, best.score_split("test", progress=True, folder=workdir)
 
 
-def make_batches(config: ConfigDict, data: Tokens) -> batches.Windows:
+def make_batches(config: ConfigDict, data: Tokens) -> batches.TrainingWindows:
   """The batches of `config.train`."""
   settings = config.train
   documents = None
@@ -99,7 +99,7 @@ def make_batches(config: ConfigDict, data: Tokens) -> batches.Windows:
     documents = evaluation.document_starts(data.documents["train"], data.tokenizer)
   boundaries = None if data.boundaries is None else data.boundaries["train"]
   pad_id = build.pad_id(config.model)
-  stream = batches.Stream(data.splits["train"], boundaries, documents, pad_id)
+  stream = batches.TokenStream(data.splits["train"], boundaries, documents, pad_id)
   window = settings.window or config.model.max_length
   if config.data.mixture:
     shares = list(mixture.parse(config.data.mixture).values())

@@ -122,7 +122,7 @@ class Scorer:
     num_rows = -(-self.batch_size // self._mesh.size) * self._mesh.size
     begins = np.zeros(1, np.int64) if text.documents is None else text.documents
     starts = document_starts(begins, self.tokenizer)
-    stream = batches.Stream(text.tokens, text.boundaries, starts, self.pad_id)
+    stream = batches.TokenStream(text.tokens, text.boundaries, starts, self.pad_id)
     if text.documents is None:
       windows = batches.EvaluationWindows(stream, window, stride, num_rows, max_tokens)
       if windows.share < 1:

@@ -12,7 +12,7 @@ from dpjax.data.batches import (
   EvaluationWindows,
   RandomWindows,
   ShuffledWindows,
-  Stream,
+  TokenStream,
 )
 from dpjax.data.mixture import MixedWindows
 from dpjax.errors import UserError
@@ -29,7 +29,7 @@ def check(batch, shape):
 @pytest.mark.parametrize("num_tokens, window", [(107, 7), (106, 20)])
 def test_an_epoch_has_every_target_once(num_tokens, window):
   tokens = np.arange(1, num_tokens + 1, dtype=np.uint16)
-  batches = ContiguousRows(Stream(tokens), batch_size=5, window=window)
+  batches = ContiguousRows(TokenStream(tokens), batch_size=5, window=window)
   length = num_tokens // 5
   result = [[] for _ in range(5)]
   for step in range(batches.steps_per_epoch):
@@ -49,7 +49,7 @@ def test_an_epoch_has_every_target_once(num_tokens, window):
 @pytest.mark.parametrize("num_tokens, window, batch_size", [(50, 7, 6), (8, 7, 3)])
 def test_an_epoch_has_the_window_of_every_offset_once(num_tokens, window, batch_size):
   tokens = np.arange(3, num_tokens + 3, dtype=np.uint16)
-  batches = RandomWindows(Stream(tokens), batch_size, window, seed=5)
+  batches = RandomWindows(TokenStream(tokens), batch_size, window, seed=5)
   num_windows = num_tokens - window
   assert batches.steps_per_epoch == -(-num_windows // batch_size)
   offsets = []
@@ -68,7 +68,7 @@ def test_an_epoch_has_the_window_of_every_offset_once(num_tokens, window, batch_
 
 
 def offsets_of(num_windows, seed, steps, batch_size=16):
-  batches = RandomWindows(Stream(np.arange(num_windows + 2)), batch_size, 2, seed)
+  batches = RandomWindows(TokenStream(np.arange(num_windows + 2)), batch_size, 2, seed)
   return np.concatenate([batches.batch(step)["tokens"][:, 0] for step in steps])
 
 
@@ -87,7 +87,7 @@ def test_the_order_of_windows_is_of_its_seed_and_looks_random():
 
 def test_a_large_corpus_costs_no_memory_and_a_seed_of_32_bits_will_do():
   tokens = np.broadcast_to(np.uint16(3), 10**10)
-  batch = RandomWindows(Stream(tokens), 5, 7, seed=2**32 - 1).batch(10**9)
+  batch = RandomWindows(TokenStream(tokens), 5, 7, seed=2**32 - 1).batch(10**9)
   check(batch, (5, 7))
 
 
@@ -119,7 +119,7 @@ def read_epoch(batches, epoch, length):
 
 @pytest.mark.parametrize("num_tokens, window", [(107, 7), (106, 20)])
 def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
-  batches = ShuffledWindows(Stream(np.arange(1, num_tokens + 1)), 5, window, seed=3)
+  batches = ShuffledWindows(TokenStream(np.arange(1, num_tokens + 1)), 5, window, seed=3)
   assert batches.steps_per_epoch == -(-(num_tokens // 5 - 1) // window)
   for epoch in range(3):
     ends, _ = read_epoch(batches, epoch, num_tokens // 5)
@@ -128,7 +128,7 @@ def test_a_shuffled_epoch_is_each_row_rolled(num_tokens, window):
 
 def test_shifts_and_orders_are_of_the_seed_and_the_epoch():
   def read(seed, num_epochs):
-    batches = ShuffledWindows(Stream(np.arange(1, 30)), 1, 7, seed)
+    batches = ShuffledWindows(TokenStream(np.arange(1, 30)), 1, 7, seed)
     return [read_epoch(batches, epoch, 29) for epoch in range(num_epochs)]
 
   epochs = read(5, 240)
@@ -143,14 +143,14 @@ def test_shifts_and_orders_are_of_the_seed_and_the_epoch():
 
 
 VARIANTS = {
-  "rows": lambda **stream: ContiguousRows(Stream(**stream), 6, 4),
-  "random": lambda **stream: RandomWindows(Stream(**stream), 6, 4, 11),
-  "shuffled": lambda **stream: ShuffledWindows(Stream(**stream), 6, 4, 11),
+  "rows": lambda **stream: ContiguousRows(TokenStream(**stream), 6, 4),
+  "random": lambda **stream: RandomWindows(TokenStream(**stream), 6, 4, 11),
+  "shuffled": lambda **stream: ShuffledWindows(TokenStream(**stream), 6, 4, 11),
   "mixed": lambda **stream: MixedWindows(
-    Stream(**stream), 6, 4, 11, sizes=(40, 31), shares=(0.7, 0.3)
+    TokenStream(**stream), 6, 4, 11, sizes=(40, 31), shares=(0.7, 0.3)
   ),
-  "windows": lambda **stream: EvaluationWindows(Stream(**stream), 5, 3, 6),
-  "documents": lambda **stream: EvaluationDocuments(Stream(**stream), 5, 3, 6),
+  "windows": lambda **stream: EvaluationWindows(TokenStream(**stream), 5, 3, 6),
+  "documents": lambda **stream: EvaluationDocuments(TokenStream(**stream), 5, 3, 6),
 }
 # Documents of one token, of two, and longer than a window.
 BEGINS = np.array([0, 1, 2, 4, 30, 31, 37, 40, 60, 61, 70])
@@ -235,18 +235,20 @@ def test_documents_of_training(variant):
       "boundaries: expected one for each of the 71 tokens, got 70",
     ),
     (
-      lambda: EvaluationWindows(Stream(np.arange(53), None, DocumentStarts.of_one(0)), 7, 8, 3),
+      lambda: EvaluationWindows(
+        TokenStream(np.arange(53), documents=DocumentStarts.of_one(0)), 7, 8, 3
+      ),
       r"eval.stride: expected 1 \.\. 7 .*",
     ),
     (
-      lambda: RandomWindows(Stream(np.arange(7)), 2, 7, 0),
+      lambda: RandomWindows(TokenStream(np.arange(7)), 2, 7, 0),
       "train.window: expected at most 6 .* got 7",
     ),
     (
-      lambda: ContiguousRows(Stream(np.arange(24)), 3, 8),
+      lambda: ContiguousRows(TokenStream(np.arange(24)), 3, 8),
       r"train.window: .* at most 7 \(24 tokens",
     ),
-    (lambda: ContiguousRows(Stream(np.arange(2)), 3, 8), "train.window: expected at most 0 "),
+    (lambda: ContiguousRows(TokenStream(np.arange(2)), 3, 8), "train.window: expected at most 0 "),
   ],
 )
 def test_refusals(make, message):

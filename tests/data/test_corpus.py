@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from dpjax.config.schema import Data
 from dpjax.data import readers, sources, text_file
 from dpjax.data.remote import Source
 from dpjax.data.sources import register_corpus
@@ -65,6 +66,23 @@ def as_json(texts, field="text"):
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
+
+
+def test_load_corpus_takes_a_path_or_settings(tmp_path):
+  path = helpers.write_text(tmp_path / "mine.txt")
+  settings = dict(split_fractions=(0.6, 0.3, 0.1), data_dir=str(tmp_path))
+  expected = sources.load_corpus(Data(path=str(path), **settings))
+  assert expected.name == "mine" and joined(expected) != joined(sources.load_corpus(path))
+  for corpus in (
+    sources.load_corpus(str(path), **settings),
+    sources.load_corpus(path, **settings),
+    sources.load_corpus(path=str(path), **settings),
+    sources.load_corpus(Data(path=str(path)), **settings),
+  ):
+    assert corpus == expected
+  assert sources.load_corpus().name == sources.PYTHON_MANUAL
+  with pytest.raises(TypeError, match="seperator"):
+    sources.load_corpus(path, seperator="--")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.xz", ".parquet"])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data.batches import DocumentStarts, EvaluationDocuments, EvaluationWindows, Stream
+from dpjax.data.batches import DocumentStarts, EvaluationDocuments, EvaluationWindows, TokenStream
 from tests import helpers
 
 GOLDEN = helpers.ROOT / "tests/golden/I_eval_windows.json"
@@ -18,7 +18,7 @@ def test_windows_are_the_authors(golden):
   closes = (stream % 3 == 0).astype(np.uint8)
   # Their stream's first token is no target; here it is what stands before the stream.
   start = DocumentStarts.of_one(int(stream[0]), int(closes[0]))
-  batches = EvaluationWindows(Stream(stream[1:], closes[1:], start), window, stride, 3)
+  batches = EvaluationWindows(TokenStream(stream[1:], closes[1:], start), window, stride, 3)
   assert len(batches) == -(-len(golden["windows"]) // 3)
   each = [batches.batch(index) for index in range(len(batches))]
   windows = [{name: x[name][b] for name in x} for x in each for b in range(3)]
@@ -37,7 +37,7 @@ def test_windows_are_the_authors(golden):
 def test_a_part_of_the_windows_is_drawn_once_and_counts_its_tokens():
   tokens, boundaries = np.arange(3, 74), np.arange(71) % 2
   whole, part, again, *others = (
-    EvaluationWindows(Stream(tokens, boundaries, DocumentStarts.of_one(2)), 5, 3, 6, most)
+    EvaluationWindows(TokenStream(tokens, boundaries, DocumentStarts.of_one(2)), 5, 3, 6, most)
     for most in (0, 20, 20, 70, 71, 99)
   )
   assert len(part) == 2 and whole.share == 1
@@ -72,7 +72,7 @@ def alone(window, stride):
   result = []
   for begin, end in zip(BEGINS, [*BEGINS[1:], LENGTH], strict=True):
     start = DocumentStarts.of_one(START, 1)
-    stream = Stream(STREAM[begin:end], BOUNDARIES[begin:end], start)
+    stream = TokenStream(STREAM[begin:end], BOUNDARIES[begin:end], start)
     windows = EvaluationWindows(stream, window, stride, 1)
     for index in range(len(windows)):
       batch = {name: rows[0] for name, rows in windows.batch(index).items()}
@@ -86,7 +86,7 @@ def alone(window, stride):
   "window, stride, batch_size", [(11, 4, 2), (5, 5, 7), (1, 1, 2), (97, 31, 7)]
 )
 def test_windows_of_evaluation_are_those_of_each_alone(window, stride, batch_size):
-  stream = Stream(STREAM, BOUNDARIES, DocumentStarts(BEGINS, START, 1), PAD)
+  stream = TokenStream(STREAM, BOUNDARIES, DocumentStarts(BEGINS, START, 1), PAD)
   batches = EvaluationDocuments(stream, window, stride, batch_size)
   expected, result, free = alone(window, stride), [], 0
   for index in range(len(batches)):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dpjax.data.batches import Stream
+from dpjax.data.batches import TokenStream
 from dpjax.data.encoding import tokenize
 from dpjax.data.mixture import MixedWindows, parse
 from dpjax.errors import UserError
@@ -17,7 +17,7 @@ ENDS = np.cumsum(SIZES)
 
 
 def make(shares=(0.6, 0.3, 0.1), window=5, seed=3):
-  return MixedWindows(Stream(STREAM), 8, window, seed, sizes=SIZES, shares=shares)
+  return MixedWindows(TokenStream(STREAM), 8, window, seed, sizes=SIZES, shares=shares)
 
 
 @pytest.mark.parametrize("shares, seed", [((0.334, 0.333, 0.333), 0), ((0.05, 0.94, 0.01), 3)])

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from dpjax.config import registry
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import SpaceByte
 from dpjax.ops import spacelike_boundaries
@@ -47,6 +48,12 @@ def tokenizers():
     name: train_tokenizer(name, LINES, **helpers.vocabulary(name, SUBWORDS.get(name, 0)))
     for name in TOKENIZERS
   }
+
+
+def test_every_tokenizer_has_a_name_in_configurations():
+  assert registry.tokenizers.names() == tuple(TOKENIZERS)
+  for name, each in TOKENIZERS.items():
+    assert each.name == name and registry.tokenizers.component(name) == each.train
 
 
 @pytest.mark.parametrize("variant", TOKENIZERS)

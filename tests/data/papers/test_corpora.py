@@ -452,9 +452,9 @@ def test_two_that_begin_at_once_and_never_import_tensorflow(tmp_path):
   give(tmp_path, "../data/manual/text8.zip", zipped({"text8": TEXT8}))
   code = (
     "import dataclasses, sys; from dpjax_papers import corpora; "
-    "from dpjax.config.schema import Data; from dpjax.data.sources import load_corpus; "
+    "from dpjax.data.sources import load_corpus; "
     "corpora.TEXT8 = dataclasses.replace(corpora.TEXT8, checksum=''); "
-    "sys.stdin.readline(); corpus = load_corpus(Data(name='text8', data_dir=sys.argv[1])); "
+    "sys.stdin.readline(); corpus = load_corpus(name='text8', data_dir=sys.argv[1]); "
     "print(len(''.join(corpus.splits['train']))); "
     "assert not {'tensorflow', 'tensorflow_datasets', 'pyarrow'} & {*sys.modules}"
   )
