@@ -204,6 +204,7 @@ def test_a_run_takes_tokens_made_elsewhere(text, tmp_path, variant):
   for section, name, value in (
     ("data", "tokenizer", "bytes"),
     ("data", "isolate_documents", True),
+    ("data", "mixture", "a.txt=1,b.txt=2"),
     ("model", "boundaries", other),
   ):
     wrong, key = config.copy_and_resolve_references(), f"{section}.{name}"

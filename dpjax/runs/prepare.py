@@ -7,7 +7,7 @@ from pathlib import Path
 from dpjax import files
 from dpjax.config import rules, schema, sections
 from dpjax.config.setting import ConfigDict
-from dpjax.data import remote
+from dpjax.data import mixture, remote
 from dpjax.data.encoding import tokenize
 from dpjax.data.sources import load_corpus
 from dpjax.data.token_files import Tokens, open_tokens, write_reference
@@ -166,6 +166,12 @@ def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
       data.isolate_documents,
     ),
   }
+  if data.mixture:  # Without one, the tokens of a mixture are one text.
+    num_sources = len(ready.counts["train"].get("sources", []))
+    pairs["data.mixture"] = (
+      f"{num_sources} sources",
+      f"{len(mixture.parse(data.mixture))} sources",
+    )
   if tokenizer is None:
     for name, value in origin.get("tokenizer", {}).items():
       pairs[_tokenizer_key(name)] = (value, data.tokenizer.get(name))
