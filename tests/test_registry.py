@@ -49,9 +49,9 @@ def test_settings_are_the_fields_that_a_person_can_set(mixers):
   dpjax.register_mixer("decay", Decay)
   of_frame = {"has_feed_forward": Setting(True, "whether a feed-forward network follows")}
   assert mixers.settings("decay") == of_frame | {
-    "rate": Setting(0.5, type=float),
-    "num_steps": Setting(None, type=int, is_optional=True),
-    "variants": Setting(("a",), type=tuple),
+    "rate": Setting(0.5, explicit_type=float),
+    "num_steps": Setting(None, explicit_type=int, is_optional=True),
+    "variants": Setting(("a",), explicit_type=tuple),
   }
   section = dpjax.config.mixer("decay", rate=0.8, num_steps=3)
   settings = dict(rate=0.8, num_steps=3, variants=("a",), has_feed_forward=True)
@@ -61,7 +61,7 @@ def test_settings_are_the_fields_that_a_person_can_set(mixers):
 def test_settings_of_functions_are_their_arguments():
   assert [*registry.optimizers.settings("sgd")] == ["momentum", "nesterov"]
   momentum = registry.optimizers.settings("sgd")["momentum"]
-  assert momentum == Setting(None, type=float, is_optional=True)
+  assert momentum == Setting(None, explicit_type=float, is_optional=True)
   assert "learning_rate" not in registry.optimizers.settings("adam")
 
 

@@ -34,9 +34,8 @@ def main(words: Sequence[str] | None = None) -> None:
   add("--prompt", help="the text to continue")
   about = "a file with the prompt, - for standard input; its last line end is dropped"
   add("--prompt_file", type=path, help=about)
-  for name in schema.declared(schema.Sample):
+  for name, setting in schema.settings_of(schema.Sample).items():
     if name != "prompt":
-      setting = schema.find(f"sample.{name}")
       add(f"--{name}", type=setting.value_type, help=setting.meaning)
   add("--seed", type=int, default=0, help="seed of the samples")
   add("--num_samples", type=int, default=1, help="number of continuations")

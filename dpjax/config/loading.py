@@ -12,12 +12,11 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dpjax import files
 from dpjax.config import registry, sections
 from dpjax.config.rules import check
-from dpjax.config.setting import ConfigDict, Setting
+from dpjax.config.setting import ConfigDict, Setting, Settings
 from dpjax.errors import UserError
 
 CHECKSUMS = "checksums"  # in an exported run's config.json: the checksum of each file, by name
@@ -90,7 +89,7 @@ def _importable(is_first: bool) -> Iterator[None]:
   if spec is not None and spec.submodule_search_locations is not None:
     theirs = list(spec.submodule_search_locations)
   kept = {name: sys.modules.pop(name) for name in _modules()}
-  package: Any = types.ModuleType("configs")
+  package = types.ModuleType("configs")
   package.__path__ = [str(_folder()), *theirs] if is_first else [*theirs, str(_folder())]
   sys.modules["configs"] = package
   try:
@@ -105,7 +104,7 @@ def _modules() -> list[str]:
   return [name for name in sys.modules if name.partition(".")[0] == "configs"]
 
 
-def from_dict(settings: Any) -> ConfigDict:
+def from_dict(settings: Settings) -> ConfigDict:
   """Builds a configuration from JSON values, with defaults for the rest; raises like `check`."""
   config = sections.fill(settings)
   check(config)
@@ -161,13 +160,15 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
   """
   words = _choose_components(config, words)
   settings = {key: setting for key, _, setting in sections.walk(sections.fill(config))}
-  rest, others = iter(words), []
+  others = []
+  rest = iter(words)
   for word in rest:
     match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL)
     if match is None:
       others.append(word)
       continue
-    is_negated, key, text = match[1] is not None, match[2], match[3]
+    is_negated = match[1] is not None
+    key, text = match.group(2, 3)
     if key not in settings:
       raise _unknown(config, settings, key)
     is_flag = settings[key].value_type is bool
@@ -195,15 +196,15 @@ def _choose_components(config: ConfigDict, words: Sequence[str]) -> list[str]:
     if not choices:
       continue
     name = choices[-1]
-    if name == "none" and node.default is None:
+    if name == "none" and node.is_optional:
       section = None
     elif node.registry is registry.mixers and "," in name:
       before = sections.in_turn(key, sections.get(config, key)).values()
       known = {each["name"]: each for each in before}
       several = [known.get(each, each) for each in name.split(",")]
-      section = sections.component(node.registry, several, key)
+      section = sections.fill_component(node.registry, several, key)
     else:
-      section = sections.component(node.registry, name, key)
+      section = sections.fill_component(node.registry, name, key)
     sections.set_value(config, key, section)
   return others
 
@@ -226,7 +227,9 @@ def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:
 
 def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
   """Removes --NAME=VALUE and --NAME VALUE from words; returns the others and the values."""
-  others, values, rest = [], [], iter(words)
+  others = []
+  values = []
+  rest = iter(words)
   for word in rest:
     flag, is_joined, value = word.partition("=")
     if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:

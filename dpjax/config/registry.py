@@ -11,31 +11,37 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpjax import errors
-from dpjax.config.setting import ConfigDict, Setting, as_tuple
+from dpjax.config.setting import ConfigDict, Setting, Settings, Value, as_tuple
 from dpjax.errors import UserError
+
+if TYPE_CHECKING:
+  import optax
+  from flax import linen as nn
+
+  from dpjax.layers.boundaries import Boundaries
+  from dpjax.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _SIMPLE = (float, int, str, bool, tuple)
 _REQUIRED = inspect.Parameter.empty
-Component = Callable[..., Any]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(eq=False)
-class Registry:
-  """The components of one kind, by name.
+class Registry(Generic[T]):
+  """The components of one kind, by name: functions that make a T, or subclasses of T.
 
   Attributes:
     kind: such as "mixer", for messages.
-    own: gives dpjax's own components; called at first use, since it imports them.
+    make_builtins: makes the table of dpjax's components; called at first use, as it imports them.
     supplied: fields that the builder supplies, and that therefore are no settings.
     required: a field that every component has, or "".
     free: settings that a run may change when it resumes.
@@ -45,7 +51,7 @@ class Registry:
   """
 
   kind: str
-  own: Callable[[], dict[str, Component]]
+  make_builtins: Callable[[], dict[str, Callable[..., T]]]
   supplied: tuple[str, ...]
   required: str = ""
   free: tuple[str, ...] = ()
@@ -54,18 +60,18 @@ class Registry:
   is_open: bool = True
 
   def __post_init__(self):
-    self._registered: dict[str, Component] = {}
+    self._registered: dict[str, Callable[..., T]] = {}
     self._origins: dict[str, str] = {}
 
   @functools.cached_property
-  def _own(self) -> dict[str, Component]:
-    return self.own()
+  def _builtins(self) -> dict[str, Callable[..., T]]:
+    return self.make_builtins()
 
   def names(self) -> tuple[str, ...]:
     """All names, in the order of registration."""
-    return (*self._own, *self._registered)
+    return (*self._builtins, *self._registered)
 
-  def register(self, name: str, component: Component) -> None:
+  def register(self, name: str, component: Callable[..., T]) -> None:
     """Registers a class or a function under a name for configurations.
 
     Raises:
@@ -74,7 +80,7 @@ class Registry:
     if not name.isidentifier() or not callable(component):
       expected = "expected a name of letters, digits and underscores and a class or function"
       raise ValueError(f"{self.kind}: {expected}, got {name!r}, {component!r}")
-    other = self._own.get(name) or self._registered.get(name)
+    other = self._builtins.get(name) or self._registered.get(name)
     # A module that is imported again registers another object of the same name.
     if other is not None and other is not component and _name(other) != _name(component):
       raise ValueError(f"{self.kind}: expected a name that is free, got {name}")
@@ -84,21 +90,21 @@ class Registry:
       got = f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
       expected = f"expected a class or function that takes {self.required}"
       raise ValueError(f"{self.kind}: {expected}, got {got}")
-    if name not in self._own:
+    if name not in self._builtins:
       self._registered[name] = component
     # The calling module, which may differ from the component's.
-    self._origins[name] = sys._getframe(1).f_globals.get("__name__", "__main__")
+    caller = inspect.stack(context=0)[1].frame
+    self._origins[name] = caller.f_globals.get("__name__", "__main__")
 
   def origin(self, name: str) -> str | None:
     """The module that registered a component, for --plugin; None for dpjax and the program."""
     origin = self._origins.get(name)
     return None if origin == "__main__" else origin
 
-  def component(self, name: Any, key: str = "") -> Component:
+  def component(self, name: str, key: str = "") -> Callable[..., T]:
     """The component with a name; a `UserError` that lists all names if there is none."""
-    name = name if isinstance(name, str) else repr(name)
-    if name in self._own:
-      return self._own[name]
+    if name in self._builtins:
+      return self._builtins[name]
     if name not in self._registered:
       load_plugins()
     if name not in self._registered:
@@ -106,7 +112,7 @@ class Registry:
       raise errors.unknown(key or self.kind, self.names(), name, note if self.is_open else "")
     return self._registered[name]
 
-  def settings(self, name: Any, key: str = "") -> dict[str, Setting]:
+  def settings(self, name: str, key: str = "") -> dict[str, Setting]:
     """The settings of a component, in the order of its fields."""
     component = self.component(name, key)
     try:
@@ -121,11 +127,11 @@ class Registry:
         settings[field] = dataclasses.replace(setting, **flags)
     return settings | dict(self.of_builder)
 
-  def fill(self, values: Mapping, key: str, *, is_complete: bool = False) -> ConfigDict:
+  def fill(self, values: Settings, key: str, *, is_complete: bool = False) -> ConfigDict:
     """The section of a component: its name and all settings, from `values` or by default.
 
     Args:
-      values: the name, and any settings.
+      values: the name, and some settings.
       key: the section's full name, for messages.
       is_complete: whether every setting must be in `values`.
 
@@ -133,11 +139,13 @@ class Registry:
       UserError: an unknown name or setting, a value of the wrong type, or a missing value.
     """
     name = values.get("name")
+    if not isinstance(name, str):
+      name = repr(name)  # for the message: no component has it
     settings = self.settings(name, key)
     for field in values:
       if field not in settings and field != "name":
         known = [f"{key}.{x}" for x in settings]
-        raise errors.unknown_setting(f"{key}.{field}", known, str(name))
+        raise errors.unknown_setting(f"{key}.{field}", known, name)
     section = ConfigDict({"name": name})
     for field, setting in settings.items():
       if field in values:
@@ -148,17 +156,17 @@ class Registry:
         section[field] = None if setting.default is _REQUIRED else setting.default
     return section
 
-  def section(self, name: str, **values: Any) -> ConfigDict:
+  def section(self, name: str, **values: Value) -> ConfigDict:
     """The section of a component, made by `fill`."""
     return self.fill({"name": name, **values}, self.kind)
 
-  def walk(self, section: Mapping, key: str) -> Iterator[tuple[str, Any, Setting]]:
+  def walk(self, section: Settings, key: str) -> Iterator[tuple[str, Value, Setting]]:
     """Yields the full name, value and `Setting` of a section's name and settings."""
-    yield f"{key}.name", section["name"], Setting(section["name"], type=str)
+    yield f"{key}.name", section["name"], Setting(section["name"], explicit_type=str)
     for field, setting in self.settings(section["name"]).items():
       yield f"{key}.{field}", section[field], setting
 
-  def maker(self, section: Mapping, **supplied: Any) -> partial:
+  def maker(self, section: Settings, **supplied: Any) -> partial[T]:
     """A function that makes the component of a section; it passes the `supplied` it accepts."""
     values = {field: x for field, x in section.items() if field not in self.of_builder}
     component = self.component(values.pop("name"))
@@ -166,7 +174,7 @@ class Registry:
     accepted = {field: x for field, x in supplied.items() if field in fields}
     return partial(component, **values, **accepted)
 
-  def build(self, section: Mapping, key: str, **supplied: Any) -> Any:
+  def build(self, section: Settings, key: str, **supplied: Any) -> T:
     """Makes the component of a section, like `maker`; a `UserError` if it rejects a setting."""
     try:
       return self.maker(section, **supplied)()
@@ -176,11 +184,11 @@ class Registry:
       raise UserError(f"{key}: expected a component that can be made, got {error}") from error
 
 
-def _name(component: Component) -> tuple[str, str]:
+def _name(component: Callable) -> tuple[str, str]:
   return getattr(component, "__module__", ""), getattr(component, "__qualname__", "")
 
 
-def _setting(parameter: inspect.Parameter, hint: Any) -> Setting | None:
+def _setting(parameter: inspect.Parameter, hint: object) -> Setting | None:
   """The setting of a field, or None if a configuration cannot express its value."""
   if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
     return None
@@ -195,7 +203,7 @@ def _setting(parameter: inspect.Parameter, hint: Any) -> Setting | None:
       return None
   # A required setting is None until it is set.
   is_optional = types.NoneType in members or default is None
-  return Setting(default, type=value_type, is_optional=is_optional)
+  return Setting(default, explicit_type=value_type, is_optional=is_optional)
 
 
 @functools.cache
@@ -219,7 +227,7 @@ def import_plugin(module: str) -> None:
     raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error
 
 
-def _mixers() -> dict[str, Component]:
+def _mixers() -> "dict[str, Callable[..., nn.Module]]":
   from dpjax.layers import attention, dispatcher, extractors, mamba2, short_convolution
 
   return {
@@ -237,25 +245,25 @@ def _mixers() -> dict[str, Component]:
   }
 
 
-def _boundaries() -> dict[str, Component]:
-  from dpjax.layers import boundaries as fixed
-  from dpjax.layers import learned_boundaries as learned
+def _boundaries() -> "dict[str, Callable[..., Boundaries]]":
+  from dpjax.layers import learned_boundaries
+  from dpjax.layers.boundaries import Fixed, NoBoundaries, SpaceByte, Whitespace
 
   return {
-    "none": fixed.NoBoundaries,
-    "fixed": fixed.Fixed,
-    "whitespace": fixed.Whitespace,
-    "spacebyte": fixed.SpaceByte,
-    "unigram": learned.Unigram,
-    "entropy": learned.EntropySpikes,
-    "gumbel": learned.Gumbel,
-    "flexitokens": learned.FlexiTokens,
-    "routing": learned.Routing,
-    "entropy_threshold": learned.EntropyThreshold,
+    "none": NoBoundaries,
+    "fixed": Fixed,
+    "whitespace": Whitespace,
+    "spacebyte": SpaceByte,
+    "unigram": learned_boundaries.Unigram,
+    "entropy": learned_boundaries.EntropySpikes,
+    "gumbel": learned_boundaries.Gumbel,
+    "flexitokens": learned_boundaries.FlexiTokens,
+    "routing": learned_boundaries.Routing,
+    "entropy_threshold": learned_boundaries.EntropyThreshold,
   }
 
 
-def _optimizers() -> dict[str, Component]:
+def _optimizers() -> "dict[str, Callable[..., optax.GradientTransformation]]":
   import optax
 
   from dpjax.training.optimizers import muon
@@ -269,7 +277,7 @@ def _optimizers() -> dict[str, Component]:
   }
 
 
-def _schedules() -> dict[str, Component]:
+def _schedules() -> "dict[str, Callable[..., optax.Schedule]]":
   from dpjax.training.optimizers import constant, cosine, linear, warmup_stable_decay
 
   return {
@@ -280,7 +288,7 @@ def _schedules() -> dict[str, Component]:
   }
 
 
-def _tokenizers() -> dict[str, Component]:
+def _tokenizers() -> "dict[str, Callable[..., Tokenizer]]":
   from dpjax.text.tokenizer import tokenizer_classes
 
   return {name: each.train for name, each in tokenizer_classes().items()}

@@ -3,21 +3,20 @@
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from dpjax.config import registry, schema, sections
-from dpjax.config.setting import ConfigDict
+from dpjax.config.setting import ConfigDict, Settings
 from dpjax.errors import UserError
 
 _BYTES_PER_TOKEN = 4.6  # for GPT-2
 
 
-def check(config: Any) -> None:
+def check(config: Settings) -> None:
   """Raises a `UserError` for the first unknown, out-of-range or contradictory setting."""
   config = sections.fill(config, is_complete=True)
-  model, data, train = config.model, config.data, config.train
+  model = config.model
   check_model(model)
-  _check_training(train)
+  _check_training(config.train)
   stage_multipliers(config)
   max_length = model.max_length
   # Level k reads 2**k tokens back: with 2**k >= M, there is none within M tokens.
@@ -28,15 +27,19 @@ def check(config: Any) -> None:
     expected = f"at most {max_levels}, which reach over the window"
     is_valid = not _is_ours(section) or (num_levels or 1) <= max_levels
     _expect(is_valid, f"{key}.num_levels", expected, num_levels)
-  for key, window in (("train.window", train.window), ("eval.window", config.eval.window)):
-    _expect(window <= max_length, key, f"at most model.max_length = {max_length}", window)
-  window, stride = config.eval.window or max_length, config.eval.stride
+  expected = f"at most model.max_length = {max_length}"
+  for key in ("train.window", "eval.window"):
+    window = sections.get(config, key)
+    _expect(window <= max_length, key, expected, window)
+  stride = config.eval.stride
+  window = config.eval.window or max_length
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
-  _check_data(data)
-  if train.sampling != "random_windows":
+  _check_data(config.data)
+  if config.train.sampling != "random_windows":
     expected = "'' unless train.sampling = random_windows"
-    _expect(not data.mixture, "data.mixture", expected, data.mixture)
-  if data.isolate_documents:
+    mixture = config.data.mixture
+    _expect(not mixture, "data.mixture", expected, mixture)
+  if config.data.isolate_documents:
     max_tokens = config.eval.max_tokens
     _expect(not max_tokens, "eval.max_tokens", "0 with data.isolate_documents", max_tokens)
 
@@ -58,7 +61,8 @@ def check_model(model: Mapping) -> None:
   for key, section in sections.stages_in(model).items():
     _check_stage(key, section)
     if section["middle"] and model.middle_resize == "padding":
-      width, inner = section["width"], section["middle"]["width"]
+      width = section["width"]
+      inner = section["middle"]["width"]
       expected = f"0 or at least the {width} around it with model.middle_resize = padding"
       _expect(inner == 0 or inner >= width, f"{key}.middle.width", expected, inner)
   check_ids(model)
@@ -75,12 +79,14 @@ def check_ids(model: Mapping) -> None:
 
 def _check_stage(key: str, stage: Mapping) -> None:
   """Checks one stage of pooling, or a model without pooling."""
-  name, types = stage["boundaries"]["name"], registry.boundaries
   boundaries = _build_boundaries(key, stage)
-  suited = [x for x in types.names() if x == "none" or types.component(x).suits_segments]
-  expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
-  is_valid = key == "model" or name in suited and not boundaries.samples_in_eval
-  _expect(is_valid, f"{key}.boundaries", expected, name)
+  if key != "model":
+    name = stage["boundaries"]["name"]
+    component = registry.boundaries.component
+    suited = [x for x in registry.boundaries.names() if x == "none" or component(x).suits_segments]
+    expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
+    is_valid = name in suited and not boundaries.samples_in_eval
+    _expect(is_valid, f"{key}.boundaries", expected, name)
   is_pooled = sections.is_pooled(stage)
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
   if stage["middle"] is None or None in mixers.values():
@@ -90,22 +96,24 @@ def _check_stage(key: str, stage: Mapping) -> None:
       _check_mixer(path, section, f"{key}.width", stage["width"])
   if is_pooled:
     return
-  unused = {f"{x}.num_layers": (stage[x]["num_layers"], 2) for x in ("first", "last")}
-  unused |= {f"{x}.mixer": (sections.mixer_names(stage[x]["mixer"]), "") for x in ("first", "last")}
-  for name, (value, default) in unused.items():
-    expected = f"{default or None} with {key}.boundaries = none"
-    _expect(value == default, f"{key}.{name}", expected, value)
-  expected = f"None with {key}.boundaries = none"
-  _expect(stage["middle"] is None, f"{key}.middle", expected, "a section")
+  unpooled = f"with {key}.boundaries = none"
+  default = schema.OuterLayers.num_layers
+  for x in ("first", "last"):
+    num_layers = stage[x]["num_layers"]
+    _expect(num_layers == default, f"{key}.{x}.num_layers", f"{default} {unpooled}", num_layers)
+  for x in ("first", "last"):
+    mixer = sections.mixer_names(stage[x]["mixer"])
+    _expect(not mixer, f"{key}.{x}.mixer", f"None {unpooled}", mixer)
+  _expect(stage["middle"] is None, f"{key}.middle", f"None {unpooled}", "a section")
 
 
-def _build_boundaries(key: str, stage: Mapping) -> Any:
+def _build_boundaries(key: str, stage: Mapping):
   supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
   supplied["predictor_width"] = stage["feed_forward_width"]
   return registry.boundaries.build(stage["boundaries"], f"{key}.boundaries", **supplied)
 
 
-def stage_multipliers(config: Any) -> tuple[float, ...]:
+def stage_multipliers(config: Settings) -> tuple[float, ...]:
   """The learning rate factor of each stage, outermost first; () for no factors.
 
   With "auto" they are, for stages s = 0 .. S of width D^s, N^s vectors per segment and N^S = 1,
@@ -121,7 +129,8 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
 
   Source: Hwang et al. 2025, arXiv:2507.07955.
   """
-  name, value = "train.stage_multipliers", config["train"]["stage_multipliers"]
+  name = "train.stage_multipliers"
+  value = config["train"]["stage_multipliers"]
   stages = sections.stages_in(config["model"])
   pooled = {key: stage for key, stage in stages.items() if sections.is_pooled(stage)}
   if not value:
@@ -138,8 +147,9 @@ def stage_multipliers(config: Any) -> tuple[float, ...]:
   lengths = [1.0]  # bytes per vector in each stage
   for key, stage in pooled.items():
     length = _build_boundaries(key, stage).segment_length
-    expected = f"numbers with {key}.boundaries = {stage['boundaries']['name']}, which have no rate"
-    _expect(length, name, expected, value)
+    if not length:
+      without = f"{key}.boundaries = {stage['boundaries']['name']}, which have no rate"
+      raise UserError(f"{name}: expected numbers with {without}, got {value}")
     lengths.append(lengths[-1] * length)
   pairs = zip(lengths, widths, strict=True)
   return tuple(math.sqrt(_BYTES_PER_TOKEN / n * widths[-1] / width) for n, width in pairs)
@@ -167,9 +177,9 @@ def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
 def _check_training(train: ConfigDict) -> None:
   for name in ("num", "eval_every"):
     steps_in(train, name, steps_per_epoch=1)
-  num_rows, num_parts = train.batch_size, train.grad_accum_steps
-  expected = f"a divisor of train.batch_size = {num_rows}"
-  _expect(num_rows % num_parts == 0, "train.grad_accum_steps", expected, num_parts)
+  num_parts = train.grad_accum_steps
+  expected = f"a divisor of train.batch_size = {train.batch_size}"
+  _expect(train.batch_size % num_parts == 0, "train.grad_accum_steps", expected, num_parts)
   registry.optimizers.build(train.optimizer, "train.optimizer", learning_rate=1.0)
   num_steps = train.num_steps or 2**31
   registry.schedules.build(train.schedule, "train.schedule", peak=1.0, num_steps=num_steps)
@@ -196,26 +206,27 @@ def _check_data(data: ConfigDict) -> None:
 
 def idle_mixers(model: Mapping) -> dict[str, str]:
   """The mixers that no layer uses, by stack, where there are more mixers than layers."""
-  stacks = {"model": (model["mixer"], model["num_layers"])}
+  mixers = {"model": model["mixer"]}
+  sizes = {"model": model["num_layers"]}
   for key, stage in sections.stages_in(model).items():
-    for x in ("first", "last") if sections.is_pooled(stage) else ():
-      stacks[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"], stage[x]["num_layers"]
-  idle = {
-    key: sections.mixer_names(mixer).split(",")[num_layers:]
-    for key, (mixer, num_layers) in stacks.items()
-  }
+    if sections.is_pooled(stage):
+      for x in ("first", "last"):
+        mixers[f"{key}.{x}"] = stage[x]["mixer"] or stage["mixer"]
+        sizes[f"{key}.{x}"] = stage[x]["num_layers"]
+  idle = {key: sections.mixer_names(mixers[key]).split(",")[sizes[key] :] for key in mixers}
   return {key: ", ".join(names) for key, names in idle.items() if names}
 
 
 def check_seed(seed: int) -> None:
   """Checks that JAX can make a random key from a seed, like `check`."""
-  schema.find("seed").check("seed", seed)
+  schema.settings_of(schema.Config)["seed"].check("seed", seed)
 
 
 def check_sampling(sample: Mapping, prefix: str = "") -> None:
   """Checks settings of `config.sample`, like `check`; messages begin with `prefix`."""
+  settings = schema.settings_of(schema.Sample)
   for name, value in sample.items():
-    schema.find(f"sample.{name}").check(f"{prefix}{name}", value)
+    settings[name].check(f"{prefix}{name}", value)
 
 
 def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
@@ -225,18 +236,20 @@ def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
 
   Raises a `UserError` unless exactly one is given and the steps fit in 32 bits.
   """
-  steps, epochs = settings[f"{name}_steps"], settings[f"{name}_epochs"]
+  steps = settings[f"{name}_steps"]
+  epochs = settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
   if not (is_one and math.isfinite(epochs)):
     raise UserError(
       f"train.{name}_steps, train.{name}_epochs: expected one of them above 0 and the "
       f"other 0, got {steps} steps and {epochs} epochs"
     )
-  count, key = steps or epochs * steps_per_epoch, f"train.{name}_{'steps' if steps else 'epochs'}"
-  _expect(count < 2**31, key, "fewer than 2**31 steps", count)
+  count = steps or epochs * steps_per_epoch
+  unit = "steps" if steps else "epochs"
+  _expect(count < 2**31, f"train.{name}_{unit}", "fewer than 2**31 steps", count)
   return max(1, round(count))
 
 
-def _expect(is_true: Any, key: str, expected: str, got: Any) -> None:
+def _expect(is_true: bool, key: str, expected: str, got: object) -> None:
   if not is_true:
     raise UserError(f"{key}: expected {expected}, got {got}")

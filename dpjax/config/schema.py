@@ -2,28 +2,32 @@
 
 The field says the setting's default, meaning and range, and whether a run may resume with another
 value (`is_free`). A configuration is a `ConfigDict` with these sections, made by
-`dpjax.config.default`; `Train(**config.train)` is a section with types.
+`dpjax.config.default`. Functions that read only one section take its class: `Data`, `Train`, `Eval`
+or `Sample`, made by `Train(**config.train)`. `Config`, `Model`, `Middle` and `OuterLayers` only
+declare settings, and have no instances.
 
 Set each duration in one unit: steps or epochs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from dpjax.config import registry
 from dpjax.config.registry import Registry
 from dpjax.config.setting import ConfigDict, Setting
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-class Component(NamedTuple):
+class ComponentSetting(NamedTuple):
   """A setting that is a section with the name and settings of a component.
 
   Attributes:
     registry: the components to choose from.
-    default: the default name; None if the setting may be None.
+    default: the default name; None for None.
     meaning: its purpose.
   """
 
@@ -31,76 +35,85 @@ class Component(NamedTuple):
   default: str | None
   meaning: str
 
+  @property
+  def is_optional(self) -> bool:
+    """Whether it is None by default."""
+    return self.default is None
+
 
 class Subsection(NamedTuple):
   """A setting that is a section of settings.
 
   Attributes:
     section: gives its class.
-    is_optional: whether it is None unless it is made.
     meaning: its purpose.
+    is_optional: whether it is None by default.
   """
 
   section: Callable[[], type]
-  is_optional: bool = False
   meaning: str = ""
+  is_optional: bool = False
 
 
-class _How(TypedDict, total=False):
-  minimum: float
-  above: float
-  maximum: float
-  below: float
-  choices: tuple[str, ...]
-  is_free: bool
-  is_length: bool
-  is_path: bool
+Declaration = Setting | ComponentSetting | Subsection
 
 
-def setting(default: T, meaning: str, **how: Unpack[_How]) -> T:
-  """A field with a simple value; `how` are attributes of `Setting`."""
-  metadata = {"declared": Setting(default, meaning, **how)}
-  return dataclasses.field(default=default, metadata=metadata)
+def _as_field(declare: Callable[P, Setting[T]]) -> Callable[P, T]:
+  """A function that takes the attributes of a `Setting` and makes a field of its type."""
+
+  def field(*args: P.args, **kwargs: P.kwargs) -> T:
+    declaration = declare(*args, **kwargs)
+    return dataclasses.field(default=declaration.default, metadata={"declared": declaration})
+
+  return field
 
 
-def choice(names: str, meaning: str, is_free: bool = False) -> str:
+# A field with a simple value: `batch_size: int = setting(20, "rows per batch", minimum=1)`.
+setting = _as_field(Setting)
+
+
+def choice(names: str, meaning: str, *, is_free: bool = False) -> str:
   """A field with a fixed list of values; the first is the default."""
   choices = tuple(names.split())
   return setting(choices[0], meaning, choices=choices, is_free=is_free)
 
 
-def component(components: Registry, default: str | None, meaning: str) -> Any:
-  """A field with the section of a component, or None if there is no default."""
+def component(components: Registry, default: str, meaning: str) -> ConfigDict:
+  """A field with the section of a component."""
+  make = functools.partial(components.section, default)
+  declaration = ComponentSetting(components, default, meaning)
+  return dataclasses.field(default_factory=make, metadata={"declared": declaration})
 
-  def make() -> ConfigDict | None:
-    return None if default is None else components.section(default)
 
-  metadata = {"declared": Component(components, default, meaning)}
-  return dataclasses.field(default_factory=make, metadata=metadata)
+def optional_component(components: Registry, meaning: str) -> ConfigDict | None:
+  """A field with the section of a component, or None, the default."""
+  declaration = ComponentSetting(components, None, meaning)
+  return dataclasses.field(default=None, metadata={"declared": declaration})
 
 
 def subsection(section: type[T]) -> T:
   """A field with a section."""
-  return dataclasses.field(
-    default_factory=section, metadata={"declared": Subsection(lambda: section)}
-  )
+  declaration = Subsection(lambda: section)
+  return dataclasses.field(default_factory=section, metadata={"declared": declaration})
+
+
+def inner_stage() -> "Middle | None":
+  """A field with an inner stage, or None, the default."""
+  meaning = "an inner stage with its own width or pooling, `dpjax.config.middle`"
+  declaration = Subsection(lambda: Middle, meaning, is_optional=True)
+  return dataclasses.field(default=None, metadata={"declared": declaration})
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class OuterLayers:
   """Blocks on tokens, before or after pooling."""
 
   num_layers: int = setting(
     2, "number of blocks on tokens, before or after pooling; needs boundaries", minimum=1
   )
-  mixer: ConfigDict | None = component(
-    registry.mixers, None, "the mixer of these blocks; None: model.mixer"
+  mixer: ConfigDict | None = optional_component(
+    registry.mixers, "the mixer of these blocks; None: model.mixer"
   )
-
-
-_MIDDLE = Subsection(
-  lambda: Middle, True, "an inner stage with its own width or pooling, `dpjax.config.middle`"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +123,9 @@ class Middle:
   width: int = setting(0, "D; 0: as in the enclosing stage", minimum=0)
   feed_forward_width: int = setting(0, "0: as in the enclosing stage", minimum=0)
   boundaries: ConfigDict = component(registry.boundaries, "none", "where segments end")
-  first: Stack = subsection(Stack)
-  last: Stack = subsection(Stack)
-  middle: "Middle | None" = dataclasses.field(default=None, metadata={"declared": _MIDDLE})
+  first: OuterLayers = subsection(OuterLayers)
+  last: OuterLayers = subsection(OuterLayers)
+  middle: "Middle | None" = inner_stage()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +192,9 @@ class Model:
   )
   dtype: str = choice("float32 bfloat16", "dtype of the computation; parameters are float32")
   boundaries: ConfigDict = component(registry.boundaries, "none", "where segments end")
-  first: Stack = subsection(Stack)
-  last: Stack = subsection(Stack)
-  middle: Middle | None = dataclasses.field(default=None, metadata={"declared": _MIDDLE})
+  first: OuterLayers = subsection(OuterLayers)
+  last: OuterLayers = subsection(OuterLayers)
+  middle: Middle | None = inner_stage()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,10 +354,12 @@ class Sample:
     is_free=True,
   )
   overflow: str = choice(
-    "slide continue error", "past the window: slide it, continue where mixers can, or fail", True
+    "slide continue error",
+    "past the window: slide it, continue where mixers can, or fail",
+    is_free=True,
   )
   dtype: str = choice(
-    "model bfloat16", "dtype of weights and computation; model: model.dtype", True
+    "model bfloat16", "dtype of weights and computation; model: model.dtype", is_free=True
   )
 
 
@@ -365,26 +380,18 @@ class Config:
   sample: Sample = subsection(Sample)
 
 
-def declared(section: type) -> dict[str, Setting | Component | Subsection]:
+def declared(section: type) -> dict[str, Declaration]:
   """The settings of a section's class, by name."""
   return {field.name: field.metadata["declared"] for field in dataclasses.fields(section)}
 
 
-def find(key: str) -> Setting:
-  """The setting with a full name, such as "train.batch_size"; not one of a component."""
-  section: type = Config
-  *path, name = key.split(".")
-  for part in path:
-    inner = declared(section)[part]
-    assert isinstance(inner, Subsection)
-    section = inner.section()
-  node = declared(section)[name]
-  assert isinstance(node, Setting)
-  return node
+def settings_of(section: type) -> dict[str, Setting]:
+  """The settings of a section's class with simple values, by name."""
+  return {name: node for name, node in declared(section).items() if isinstance(node, Setting)}
 
 
 # The settings of a run's length.
-LENGTHS = [f"train.{x}" for x, y in declared(Train).items() if getattr(y, "is_length", False)]
+LENGTHS = [f"train.{name}" for name, x in settings_of(Train).items() if x.is_length]
 # Renamed settings whose new name is not the nearest match.
 RENAMED = {
   "train.products": "train.matmul_dtype",

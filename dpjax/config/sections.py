@@ -4,14 +4,16 @@
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 from dpjax.config import registry, schema
 from dpjax.config.registry import Registry
-from dpjax.config.schema import Component, Subsection, declared
-from dpjax.config.setting import ConfigDict, Setting, as_tuple
+from dpjax.config.schema import ComponentSetting, Declaration, Subsection, declared
+from dpjax.config.setting import ConfigDict, Setting, Settings, Value, as_tuple
 from dpjax.errors import UserError, unknown_setting
+
+T = TypeVar("T", bound=Settings)
 
 
 class Section(ConfigDict):
@@ -23,7 +25,7 @@ class Section(ConfigDict):
 
   def __setitem__(self, key, value):
     if key in registry.KINDS and isinstance(value, str | list | tuple):
-      value = component(registry.KINDS[key], value, key)
+      value = fill_component(registry.KINDS[key], value, key)
     elif type(value) is ConfigDict and key in self and isinstance(self[key], Section):
       value = Section(value)
     if key in ("mixer", "stage_multipliers"):  # from one to several, or back
@@ -55,7 +57,7 @@ class Section(ConfigDict):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 
 
-def _is_section(value: object) -> TypeGuard[Mapping]:
+def _is_section(value: object) -> TypeGuard[Settings]:
   return isinstance(value, Mapping | ConfigDict)
 
 
@@ -69,7 +71,7 @@ def default_model() -> ConfigDict:
   return fill({}, schema.Model, "model.")
 
 
-def mixer(name: str, **settings: Any) -> ConfigDict:
+def mixer(name: str, **settings: Value) -> ConfigDict:
   """The section of a token mixer: its name, and all of its settings.
 
     config.model.mixer = dpjax.config.mixer("dispatcher", num_levels=7)
@@ -83,27 +85,29 @@ def mixer(name: str, **settings: Any) -> ConfigDict:
   return registry.mixers.section(name, **settings)
 
 
-def boundaries(name: str, **settings: Any) -> ConfigDict:
+def boundaries(name: str, **settings: Value) -> ConfigDict:
   """The section of boundaries, like `mixer`; "none" does not pool."""
   return registry.boundaries.section(name, **settings)
 
 
-def optimizer(name: str, **settings: Any) -> ConfigDict:
+def optimizer(name: str, **settings: Value) -> ConfigDict:
   """The section of an optimizer, like `mixer`."""
   return registry.optimizers.section(name, **settings)
 
 
-def schedule(name: str, **settings: Any) -> ConfigDict:
+def schedule(name: str, **settings: Value) -> ConfigDict:
   """The section of a learning rate schedule, like `mixer`."""
   return registry.schedules.section(name, **settings)
 
 
-def tokenizer(name: str, **settings: Any) -> ConfigDict:
+def tokenizer(name: str, **settings: Value) -> ConfigDict:
   """The section of a tokenizer, like `mixer`."""
   return registry.tokenizers.section(name, **settings)
 
 
-def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> ConfigDict:
+def middle(
+  boundaries: str | Settings = "none", *, width: int = 0, **settings: Value | Settings
+) -> ConfigDict:
   """The section of a middle that has its own width or pools segments again.
 
     config.model.boundaries = dpjax.config.boundaries("routing", factor=3.0)
@@ -123,7 +127,7 @@ def middle(boundaries: Any = "none", *, width: int = 0, **settings: Any) -> Conf
 
 
 def fill(
-  values: Any, section: type = schema.Config, prefix: str = "", *, is_complete: bool = False
+  values: Settings, section: type = schema.Config, prefix: str = "", *, is_complete: bool = False
 ) -> ConfigDict:
   """Completes `values`, a configuration, JSON or some settings, with the defaults.
 
@@ -149,17 +153,16 @@ def fill(
   for name, node in nodes.items():
     key = f"{prefix}{name}"
     if isinstance(node, Setting):
-      given = name in values
-      config[name] = node.check(key, as_tuple(values[name])) if given else node.default
-    elif isinstance(node, Component):
+      is_set = name in values
+      config[name] = node.check(key, as_tuple(values[name])) if is_set else node.default
+    elif node.is_optional and values.get(name) is None:
+      config[name] = None
+    elif isinstance(node, ComponentSetting):
       value = values.get(name, node.default)
-      is_none = value is None and node.default is None
-      config[name] = None if is_none else component(node.registry, value, key, is_complete)
+      config[name] = fill_component(node.registry, value, key, is_complete)
     else:
-      value = values.get(name, None if node.is_optional else {})
-      is_none = value is None and node.is_optional
-      inner = node.section()
-      config[name] = None if is_none else fill(value, inner, f"{key}.", is_complete=is_complete)
+      value = values.get(name, {})
+      config[name] = fill(value, node.section(), f"{key}.", is_complete=is_complete)
   return config
 
 
@@ -170,33 +173,33 @@ def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
   return unknown_setting(key, names, owner)
 
 
-def component(components: Registry, value: Any, key: str, is_complete: bool = False) -> Any:
+def fill_component(
+  components: Registry, value: Any, key: str, is_complete: bool = False
+) -> ConfigDict | tuple:
   """The section for a component's name or section; for several mixers, a tuple of sections."""
   may_alternate = components is registry.mixers
   if isinstance(value, str) and not is_complete:
     value = value.split(",") if may_alternate and "," in value else {"name": value}
   if isinstance(value, list | tuple) and len(value) == 1:
-    return component(components, value[0], key, is_complete)
+    return fill_component(components, value[0], key, is_complete)
   if isinstance(value, list | tuple) and value and may_alternate:
     parts = in_turn(key, value).items()
-    return tuple(component(components, x, name, is_complete) for name, x in parts)
+    return tuple(fill_component(components, x, name, is_complete) for name, x in parts)
   return components.fill(_section(value, key), key, is_complete=is_complete)
 
 
-def _section(value: Any, key: str) -> Mapping:
+def _section(value: object, key: str) -> Settings:
   """Returns the value; a `UserError` if it is not a section."""
   if not _is_section(value):
     raise UserError(f"{key}: expected a section of settings, got {value!r}")
   return value
 
 
-Node = Setting | Component | Subsection
-
-
-def _nodes(config: Any, section: type, prefix: str) -> Iterator[tuple[str, Any, Node]]:
+def _nodes(config: Settings, section: type, prefix: str) -> Iterator[tuple[str, Any, Declaration]]:
   """Yields the full name, value and declaration of each setting, component and absent middle."""
   for name, node in declared(section).items():
-    key, value = f"{prefix}{name}", config[name]
+    key = f"{prefix}{name}"
+    value = config[name]
     if isinstance(node, Subsection) and value is not None:
       yield from _nodes(value, node.section(), f"{key}.")
     else:
@@ -204,33 +207,33 @@ def _nodes(config: Any, section: type, prefix: str) -> Iterator[tuple[str, Any, 
 
 
 def walk(
-  config: Any, section: type = schema.Config, prefix: str = ""
-) -> Iterator[tuple[str, Any, Setting]]:
+  config: Settings, section: type = schema.Config, prefix: str = ""
+) -> Iterator[tuple[str, Value, Setting]]:
   """Yields the full name, value and `Setting` of each setting of a complete configuration."""
   for key, value, node in _nodes(config, section, prefix):
     if isinstance(node, Setting):
       yield key, value, node
-    elif isinstance(node, Component) and value is not None:
+    elif isinstance(node, ComponentSetting) and value is not None:
       for path, part in in_turn(key, value).items():
         yield from node.registry.walk(part, path)
     else:
-      yield key, None, Setting(None, node.meaning, type=ConfigDict, is_optional=True)
+      yield key, None, Setting(None, node.meaning, explicit_type=ConfigDict, is_optional=True)
 
 
-def component_keys(config: Any) -> dict[str, Component]:
+def component_keys(config: Settings) -> dict[str, ComponentSetting]:
   """The settings that may hold a component, by full name, including those of middles."""
   nodes = _nodes(config, schema.Config, "")
-  return {key: node for key, _, node in nodes if isinstance(node, Component)}
+  return {key: node for key, _, node in nodes if isinstance(node, ComponentSetting)}
 
 
-def in_turn(key: str, mixer: Any) -> dict[str, Any]:
+def in_turn(key: str, mixer: T | list[T] | tuple[T, ...] | None) -> dict[str, T]:
   """The sections of a mixer setting by key: `key.0`, `key.1`, ... if several; {} for None."""
   if isinstance(mixer, list | tuple):
     return {f"{key}.{i}": section for i, section in enumerate(mixer)}
   return {} if mixer is None else {key: mixer}
 
 
-def mixer_names(mixer: Any) -> str:
+def mixer_names(mixer: Settings | list[Settings] | tuple[Settings, ...] | None) -> str:
   """The name of a mixer setting: "we", or "we,attention" for two that alternate."""
   return ",".join(section["name"] for section in in_turn("", mixer).values())
 
@@ -242,7 +245,8 @@ def is_pooled(model: Mapping) -> bool:
 
 def stages_in(model: Mapping) -> dict[str, Mapping]:
   """The settings of a model and of each middle, which inherits what it does not set."""
-  stages, key = {"model": model}, "model"
+  stages = {"model": model}
+  key = "model"
   while stages[key]["middle"] is not None:
     changes = {name: x for name, x in stages[key]["middle"].items() if x or x is None}
     stages[f"{key}.middle"] = {**stages[key], **changes}
@@ -274,7 +278,7 @@ def expand_paths(config: ConfigDict) -> ConfigDict:
   """A copy of a configuration with ~ expanded in its paths; raises like `fill`."""
   config = fill(config, is_complete=True)
   for key, value, setting in list(walk(config)):
-    if setting.is_path and value:
+    if setting.is_path and isinstance(value, str):
       set_value(config, key, os.path.expanduser(value))
   return config
 
@@ -293,14 +297,14 @@ def flatten(config: Mapping, prefix: str = "") -> dict:
   return flat
 
 
-def get(config: Any, key: str) -> Any:
+def get(config: Settings | tuple[Settings, ...], key: str) -> Any:
   """The setting with a full name, such as `model.mixer.num_heads` or `model.mixer.1.num_heads`."""
   for name in filter(None, key.split(".")):
-    config = config[int(name) if isinstance(config, tuple) else name]
+    config = config[int(name)] if isinstance(config, tuple) else config[name]
   return config
 
 
-def set_value(config: Any, key: str, value: Any) -> None:
+def set_value(config: ConfigDict, key: str, value: Value | Settings | Sequence[Settings]) -> None:
   """Changes the setting with a full name (see `get`), whatever its type."""
   parent, _, name = key.rpartition(".")
   section = get(config, parent)

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpjax import errors
 from dpjax.errors import UserError
@@ -23,27 +23,34 @@ if TYPE_CHECKING:
       ...
 
 else:
-  from ml_collections import ConfigDict
+  from ml_collections import ConfigDict as ConfigDict
+
+T = TypeVar("T")
+Value = float | int | str | bool | tuple | None
+# Values and sections by name: a configuration, a section of one, or JSON.
+Settings = Mapping[str, Any]
 
 _MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(Generic[T]):
   """One setting.
 
   Attributes:
+    default: the value if no other is set.
+    meaning: for the page of settings and the command line's help.
     minimum, above, maximum, below: limits; `above` and `below` are exclusive.
     choices: the allowed values, if limited; for a tuple, strings accepted in its place.
     is_free: whether a run may resume with another value.
     is_length: whether it is the length of a run, free unless the schedule depends on it.
     is_path: whether it names a file or a folder, in which ~ is expanded.
     is_optional: whether it may be None.
-    type: float, int, str, bool or tuple; None: the type of the default.
+    explicit_type: float, int, str, bool, tuple or ConfigDict; None: the type of the default.
   """
 
-  default: Any
+  default: T
   meaning: str = ""
   minimum: float | None = None
   above: float | None = None
@@ -54,14 +61,25 @@ class Setting:
   is_length: bool = False
   is_path: bool = False
   is_optional: bool = False
-  type: "type[float | int | str | bool | tuple | ConfigDict] | None" = None
+  explicit_type: type | None = None
 
   @property
-  def value_type(self) -> "type":
+  def value_type(self) -> type:
     """The type of its values."""
-    return self.type or type(self.default)
+    return self.explicit_type or type(self.default)
 
-  def check(self, key: str, value: Any) -> Any:
+  @property
+  def limits(self) -> dict[str, float]:
+    """Its limits, by the words for them: {"at least": 0, "below": 1}."""
+    limits = {
+      "at least": self.minimum,
+      "above": self.above,
+      "at most": self.maximum,
+      "below": self.below,
+    }
+    return {words: limit for words, limit in limits.items() if limit is not None}
+
+  def check(self, key: str, value: Any) -> Value:
     """Returns the value; an integer becomes a float if the setting is a float.
 
     Raises:
@@ -75,30 +93,33 @@ class Setting:
       if value not in self.choices:
         raise errors.unknown(key, self.choices, value)
       return value
-    is_number = self.value_type is float and _is_real(value)
-    if not is_number and type(value) is not self.value_type:
+    if self.value_type is float and _is_number(value):
+      if not abs(value) <= _MAX_FLOAT:
+        raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
+      self._check_limits(key, value)
+      return float(value)
+    if type(value) is not self.value_type:
       raise self._wrong_type(key, repr(value))
-    if is_number and not abs(value) <= _MAX_FLOAT:
-      raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
-    if self.value_type is int and self.below is None and not abs(value) < 2**31:
-      raise UserError(f"{key}: expected an integer below 2**31, got {value}")
-    self._check_limits(key, value)
-    return float(value) if is_number else value
+    if self.value_type is int:
+      if self.below is None and not abs(value) < 2**31:
+        raise UserError(f"{key}: expected an integer below 2**31, got {value}")
+      self._check_limits(key, value)
+    return value
 
-  def _check_limits(self, key: str, value: Any) -> None:
+  def _check_limits(self, key: str, number: float) -> None:
     expected = ""
-    if self.minimum is not None and value < self.minimum:
+    if self.minimum is not None and number < self.minimum:
       expected = f"at least {self.minimum}"
-    elif self.above is not None and value <= self.above:
+    elif self.above is not None and number <= self.above:
       expected = f"above {self.above}"
-    elif self.maximum is not None and value > self.maximum:
+    elif self.maximum is not None and number > self.maximum:
       expected = f"at most {self.maximum}"
-    elif self.below is not None and value >= self.below:
+    elif self.below is not None and number >= self.below:
       expected = f"below {self.below}"
     if expected:
-      raise UserError(f"{key}: expected {expected}, got {value}")
+      raise UserError(f"{key}: expected {expected}, got {number}")
 
-  def parse(self, key: str, text: str) -> Any:
+  def parse(self, key: str, text: str) -> Value:
     """Parses a value from the command line; raises like `check`."""
     if self.is_optional and text == "None":
       return None
@@ -123,11 +144,11 @@ class Setting:
     return UserError(f"{key}: expected a value of type {expected}, got {value}")
 
 
-def _is_real(value: Any) -> bool:
+def _is_number(value: object) -> bool:
   return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def as_tuple(value: Any) -> Any:
+def as_tuple(value: T) -> T | tuple:
   """Converts lists, JSON's form of tuples, to tuples, recursively."""
   if isinstance(value, list | tuple):
     return tuple(as_tuple(x) for x in value)
