@@ -221,7 +221,7 @@ def generated(
   """
   model, params = build(settings)
   whole = config.from_dict({"model": settings})
-  generator = Generator(whole.model, whole.sample, model, Bytes())
+  generator = Generator(whole.model, config.Sample(), model, Bytes())
   text = "".join("a" if x else " " for x in made_up_words(1, prompt)[0])
 
   def run() -> float:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
   from dpjax.config.rules import stage_multipliers as stage_multipliers
   from dpjax.config.rules import steps_in as steps_in
   from dpjax.config.schema import Data as Data
+  from dpjax.config.schema import Eval as Eval
+  from dpjax.config.schema import Sample as Sample
   from dpjax.config.schema import Train as Train
   from dpjax.config.sections import boundaries as boundaries
   from dpjax.config.sections import default as default

@@ -215,8 +215,8 @@ def _unknown(config: ConfigDict, settings: Mapping[str, Setting], key: str) -> U
   names = sections.component_keys(config)
   if f"{section}.name" in settings and re.sub(r"\.\d+$", "", section) in names:
     owner = sections.get(config, section)["name"]
-    return sections.unknown(key, [x for x in settings if x.startswith(section)], owner)
-  return sections.unknown(key, settings)
+    return sections.unknown_key(key, [x for x in settings if x.startswith(section)], owner)
+  return sections.unknown_key(key, settings)
 
 
 def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:

@@ -143,10 +143,10 @@ def fill(
     UserError: an unknown setting, a wrong type, or a value out of range.
   """
   nodes = declared(section)
-  for name in _section(values, prefix[:-1]):
+  for name in _check_section(values, prefix[:-1]):
     if name not in nodes:
       settings = walk(fill({}, section, prefix), section, prefix)
-      raise unknown(f"{prefix}{name}", [key for key, *_ in settings])
+      raise unknown_key(f"{prefix}{name}", [key for key, *_ in settings])
   if is_complete and (missing := [f"{prefix}{name}" for name in nodes if name not in values]):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
   config = Section()
@@ -166,7 +166,7 @@ def fill(
   return config
 
 
-def unknown(key: str, names: Iterable[str], owner: str = "") -> UserError:
+def unknown_key(key: str, names: Iterable[str], owner: str = "") -> UserError:
   """The error for an unknown setting; it suggests the new name or the nearest one."""
   if key in schema.RENAMED:
     names = [schema.RENAMED[key]]
@@ -185,10 +185,10 @@ def fill_component(
   if isinstance(value, list | tuple) and value and may_alternate:
     parts = in_turn(key, value).items()
     return tuple(fill_component(components, x, name, is_complete) for name, x in parts)
-  return components.fill(_section(value, key), key, is_complete=is_complete)
+  return components.fill(_check_section(value, key), key, is_complete=is_complete)
 
 
-def _section(value: object, key: str) -> Settings:
+def _check_section(value: object, key: str) -> Settings:
   """Returns the value; a `UserError` if it is not a section."""
   if not _is_section(value):
     raise UserError(f"{key}: expected a section of settings, got {value!r}")

@@ -11,6 +11,7 @@ import numpy as np
 from flax import linen as nn
 
 from dpjax.config import registry, rules, sections
+from dpjax.config.schema import Sample
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
@@ -52,11 +53,13 @@ class Generator:
   """Generates text with a model; compiles once for each number of rows and size of prompts."""
 
   def __init__(
-    self, settings: ConfigDict, sample: ConfigDict, model: LanguageModel, tokenizer: Tokenizer
+    self, settings: ConfigDict, sample: Sample, model: LanguageModel, tokenizer: Tokenizer
   ):
-    """Takes `config.model` and `config.sample` of a run, its model and its tokenizer."""
-    self._settings, self._sample = settings, sample
-    self._model, self._tokenizer = model, tokenizer
+    """Takes `config.model` of a run, its `config.sample` as a class, its model and tokenizer."""
+    self._settings = settings
+    self._sample = sample
+    self._model = model
+    self._tokenizer = tokenizer
     self._window = settings.max_length
     self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
     # A custom model may lack the attribute.
@@ -122,7 +125,7 @@ class Generator:
       overflow=overflow,
       dtype=dtype,
     )
-    settings |= {name: self._sample[name] for name, x in settings.items() if x is None}
+    settings |= {name: getattr(self._sample, name) for name, x in settings.items() if x is None}
     rules.check_sampling(settings)
     rules.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpjax import files, ops
-from dpjax.config import sections
+from dpjax.config import schema, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.data.encoding import count_text
 from dpjax.data.token_files import Split, Tokens
@@ -254,7 +254,8 @@ class Run:
 
   @cached_property
   def _generator(self) -> generator.Generator:
-    return generator.Generator(self.config.model, self.config.sample, self.model, self.tokenizer)
+    sample = schema.Sample(**self.config.sample)
+    return generator.Generator(self.config.model, sample, self.model, self.tokenizer)
 
   @cached_property
   def scorer(self) -> evaluation.Scorer:

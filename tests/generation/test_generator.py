@@ -40,7 +40,7 @@ def make(tokenizer=None, seed=2, mixer="dispatcher", boundaries="none", sample=F
   if seed is not None:
     params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 3), jnp.int32))["params"]
     params = jax.tree.map(lambda x: 6 * x, params)
-  return Generator(config.model, config.sample, model, tokenizer), params
+  return Generator(config.model, dpjax.config.Sample(), model, tokenizer), params
 
 
 def write(maker, prompts, **settings) -> list[str]:
