@@ -1,4 +1,4 @@
-"""Writes the page of all settings, docs/settings.md, from the table that defines them.
+"""Writes the page of all settings, docs/settings.md, from their declarations.
 
 python docs/settings_page.py
 
@@ -8,12 +8,12 @@ docstring of its class.
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import dpjax
 from dpjax.config import registry, sections
-from dpjax.config.registry import Setting
+from dpjax.config.setting import Setting
 
 PAGE = Path(__file__).parent / "settings.md"
 _INTRODUCTION = """# All settings
@@ -42,36 +42,37 @@ def of_docstring(component: object) -> dict[str, str]:
   """The meanings of a component's settings in its docstring."""
   text = inspect.getdoc(component) or ""
   lines = re.split(r"^(?:Attributes|Args):\n", text, flags=re.M)[1:]
-  found, name = {}, ""
+  meanings = {}
+  name = ""
   for line in lines[0].splitlines() if lines else ():
     if line and not line.startswith(" "):
       break
     if match := re.match(r"^(?:  |    )(\w+): (.*)", line):
       name = match[1]
-      found[name] = match[2]
+      meanings[name] = match[2]
     elif name and line.strip():
-      found[name] += f" {line.strip()}"
-  return {name: re.split(r"(?<=\.) (?=[A-Z`])", x)[0] for name, x in found.items()}
+      meanings[name] += f" {line.strip()}"
+  return {name: re.split(r"(?<=\.) (?=[A-Z`])", x)[0] for name, x in meanings.items()}
 
 
-def meaning(component: type, name: str) -> str:
+def meaning(component: Callable, name: str) -> str:
   """The meaning of a component's setting; follows references to other docstrings."""
   for owner in (component, *getattr(component, "__mro__", ())[1:]):
     text = of_docstring(owner).get(name, "")
     other = re.match(r"[Ss]ee `(\w+)`[;.]?\s*", text)
-    if other and (found := getattr(inspect.getmodule(owner), other[1], None)):
-      rest = text[other.end() :]
-      return " ".join(filter(None, [meaning(found, name), rest]))
-    if other and (found := _boundaries().get(other[1])):
-      return " ".join(filter(None, [meaning(found, name), text[other.end() :]]))
+    if other:
+      module = inspect.getmodule(owner)
+      if source := getattr(module, other[1], None) or _boundaries().get(other[1]):
+        return " ".join(filter(None, [meaning(source, name), text[other.end() :]]))
     if text:
       return text
   return ""
 
 
-def _boundaries() -> Mapping[str, type]:
-  kinds = map(registry.boundaries.component, registry.boundaries.names())
-  return {kind.__name__: kind for kind in kinds}  # pyright: ignore
+def _boundaries() -> dict[str, type]:
+  """The classes of boundaries by their Python names."""
+  components = map(registry.boundaries.component, registry.boundaries.names())
+  return {each.__name__: each for each in components if isinstance(each, type)}
 
 
 def row(name: str, setting: Setting, text: str) -> str:
@@ -79,21 +80,19 @@ def row(name: str, setting: Setting, text: str) -> str:
   if re.match(r"\w\w|a ", text):
     text = text[0].upper() + text[1:]
   text = text.rstrip(".").replace("``", "`") + "." if text else ""
-  limits = ("at least", setting.minimum), ("above", setting.above)
-  limits += ("at most", setting.maximum), ("below", setting.below)
-  if ranges := ", ".join(f"{words} {limit}" for words, limit in limits if limit is not None):
-    text += f" {ranges.capitalize()}."
+  if limits := ", ".join(f"{words} {limit}" for words, limit in setting.limits.items()):
+    text += f" {limits.capitalize()}."
   if setting.choices:
     text += " Or" if setting.value_type is tuple else " One of"
     text += f" {', '.join(f'`{x}`' for x in setting.choices)}."
   default = None if setting.default is inspect.Parameter.empty else setting.default
-  value = repr(default).replace("'", '"') if default != "" else '""'
-  type_name = (
-    setting.value_type.__name__.replace("ConfigDict", "section") + " or None" * setting.is_optional
-  )
+  value = repr(default).replace("'", '"')
+  type_name = setting.value_type.__name__.replace("ConfigDict", "section")
+  if setting.is_optional:
+    type_name += " or None"
   star = " \\*" if setting.is_free else ""
-  cells = f"`{name}`{star}", type_name, f"`{value}`", text.strip().replace("|", "\\|")
-  return f"| {' | '.join(cells)} |"
+  text = text.strip().replace("|", "\\|")
+  return f"| `{name}`{star} | {type_name} | `{value}` | {text} |"
 
 
 def table(rows: list[str]) -> str:
@@ -103,12 +102,13 @@ def table(rows: list[str]) -> str:
 
 def page() -> str:
   """The full page."""
-  config, parts = dpjax.config.default(), [_INTRODUCTION]
-  components = tuple(f"{key}." for key in sections.component_keys(config))
+  config = dpjax.config.default()
+  parts = [_INTRODUCTION]
+  of_components = tuple(f"{key}." for key in sections.component_keys(config))
   settings = {
     key: setting
     for key, _, setting in dpjax.config.walk(config)
-    if not f"{key}.".startswith(components)
+    if not f"{key}.".startswith(of_components)
   }
   for section in ("model", "data", "train", "eval", "sample", ""):
     rows = [
@@ -124,7 +124,7 @@ def page() -> str:
       component = components.component(name)
       first = (inspect.getdoc(component) or "").split("\n\n")[0].replace("\n", " ")
       rows = [
-        row(x, setting, setting.meaning or meaning(component, x))  # pyright: ignore
+        row(x, setting, setting.meaning or meaning(component, x))
         for x, setting in components.settings(name).items()
       ]
       parts.append(f"### {name}\n\n{first}\n" + (f"\n{table(rows)}\n" if rows else ""))

@@ -67,11 +67,9 @@ def wrong_values(setting: Setting):
   yield b"x", f"a value of type {setting.value_type.__name__}"
   if setting.value_type in (int, float):
     yield True, f"a value of type {setting.value_type.__name__}"
-  limits = zip(("minimum", "above", "maximum", "below"), (-1, 0, 1, 0), strict=True)
-  for name, offset in limits:
-    if (limit := getattr(setting, name)) is not None:
-      words = {"minimum": "at least", "maximum": "at most"}.get(name, name)
-      yield setting.value_type(limit + offset), f"{words} {limit}"
+  offsets = {"at least": -1, "above": 0, "at most": 1, "below": 0}
+  for words, limit in setting.limits.items():
+    yield setting.value_type(limit + offsets[words]), f"{words} {limit}"
   if setting.choices:
     yield f"{setting.choices[0]}s", f"one of {', '.join(setting.choices)}"
   if setting.value_type is float:
@@ -82,6 +80,13 @@ def wrong_values(setting: Setting):
 
 
 ALL = [(key, setting) for key, _, setting in dpjax.config.walk(pooled())]
+
+
+@pytest.mark.parametrize("section", [schema.Data, schema.Train, schema.Eval, schema.Sample])
+def test_a_section_as_a_class_has_the_values_of_the_configuration(section):
+  config = dpjax.config.default()[section.__name__.lower()]
+  assert {**config} == vars(section())
+  assert section(**config) == section()
 
 
 def test_every_setting_has_a_meaning():
