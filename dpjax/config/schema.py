@@ -27,7 +27,7 @@ class ComponentSetting(NamedTuple):
 
   Attributes:
     registry: the components to choose from.
-    default: the default name; None for None.
+    default: the name of the default component; None: the setting is None by default.
     meaning: its purpose.
   """
 
