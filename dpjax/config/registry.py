@@ -123,8 +123,9 @@ class Registry(Generic[T]):
     for field, parameter in inspect.signature(component).parameters.items():
       setting = _setting(parameter, hints.get(field))
       if setting is not None and field not in self.supplied and field not in ("parent", "name"):
-        flags = {"is_free": field in self.free, "is_path": field in self.paths}
-        settings[field] = dataclasses.replace(setting, **flags)
+        settings[field] = dataclasses.replace(
+          setting, is_free=field in self.free, is_path=field in self.paths
+        )
     return settings | dict(self.of_builder)
 
   def fill(self, values: Settings, key: str, *, is_complete: bool = False) -> ConfigDict:

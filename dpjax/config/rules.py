@@ -2,7 +2,6 @@
 
 import inspect
 import math
-from collections.abc import Mapping
 
 from dpjax.config import registry, schema, sections
 from dpjax.config.setting import ConfigDict, Settings
@@ -44,7 +43,7 @@ def check(config: Settings) -> None:
     _expect(not max_tokens, "eval.max_tokens", "0 with data.isolate_documents", max_tokens)
 
 
-def check_model(model: Mapping) -> None:
+def check_model(model: Settings) -> None:
   """Checks the settings of a model, like `check`."""
   model = sections.fill(model, schema.Model, "model.", is_complete=True)
   for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
@@ -68,7 +67,7 @@ def check_model(model: Mapping) -> None:
   check_ids(model)
 
 
-def check_ids(model: Mapping) -> None:
+def check_ids(model: Settings) -> None:
   """Checks that the vocabulary has the token ids that boundaries use, like `check`."""
   size = model["vocab_size"] or math.inf
   for name in ("space_ids", "end_ids"):
@@ -77,7 +76,7 @@ def check_ids(model: Mapping) -> None:
     _expect(max(ids, default=0) < size, f"model.boundaries.{name}", expected, ids)
 
 
-def _check_stage(key: str, stage: Mapping) -> None:
+def _check_stage(key: str, stage: Settings) -> None:
   """Checks one stage of pooling, or a model without pooling."""
   boundaries = _build_boundaries(key, stage)
   if key != "model":
@@ -107,7 +106,7 @@ def _check_stage(key: str, stage: Mapping) -> None:
   _expect(stage["middle"] is None, f"{key}.middle", f"None {unpooled}", "a section")
 
 
-def _build_boundaries(key: str, stage: Mapping):
+def _build_boundaries(key: str, stage: Settings):
   supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
   supplied["predictor_width"] = stage["feed_forward_width"]
   return registry.boundaries.build(stage["boundaries"], f"{key}.boundaries", **supplied)
@@ -155,12 +154,12 @@ def stage_multipliers(config: Settings) -> tuple[float, ...]:
   return tuple(math.sqrt(_BYTES_PER_TOKEN / n * widths[-1] / width) for n, width in pairs)
 
 
-def _is_ours(mixer: Mapping) -> bool:
+def _is_ours(mixer: Settings) -> bool:
   """Whether a mixer is dpjax's; the settings of other mixers may mean anything."""
   return registry.mixers.component(mixer["name"]).__module__.startswith("dpjax.")
 
 
-def _check_mixer(key: str, mixer: Mapping, width_key: str, width: int) -> None:
+def _check_mixer(key: str, mixer: Settings, width_key: str, width: int) -> None:
   if not _is_ours(mixer):
     return
   heads = mixer.get("num_heads") or 1
@@ -204,7 +203,7 @@ def _check_data(data: ConfigDict) -> None:
   _expect(is_valid, "data.split_fractions", "three positive numbers with the sum 1", fractions)
 
 
-def idle_mixers(model: Mapping) -> dict[str, str]:
+def idle_mixers(model: Settings) -> dict[str, str]:
   """The mixers that no layer uses, by stack, where there are more mixers than layers."""
   mixers = {"model": model["mixer"]}
   sizes = {"model": model["num_layers"]}
@@ -222,14 +221,14 @@ def check_seed(seed: int) -> None:
   schema.settings_of(schema.Config)["seed"].check("seed", seed)
 
 
-def check_sampling(sample: Mapping, prefix: str = "") -> None:
+def check_sampling(sample: Settings, prefix: str = "") -> None:
   """Checks settings of `config.sample`, like `check`; messages begin with `prefix`."""
   settings = schema.settings_of(schema.Sample)
   for name, value in sample.items():
     settings[name].check(f"{prefix}{name}", value)
 
 
-def steps_in(settings: Mapping, name: str, *, steps_per_epoch: int) -> int:
+def steps_in(settings: Settings, name: str, *, steps_per_epoch: int) -> int:
   """The duration given as `name_steps` or as `name_epochs`, whichever is not 0, in steps.
 
     {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150

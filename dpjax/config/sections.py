@@ -159,7 +159,7 @@ def fill(
       config[name] = None
     elif isinstance(node, ComponentSetting):
       value = values.get(name, node.default)
-      config[name] = fill_component(node.registry, value, key, is_complete)
+      config[name] = fill_component(node.registry, value, key, is_complete=is_complete)
     else:
       value = values.get(name, {})
       config[name] = fill(value, node.section(), f"{key}.", is_complete=is_complete)
@@ -174,17 +174,19 @@ def unknown_key(key: str, names: Iterable[str], owner: str = "") -> UserError:
 
 
 def fill_component(
-  components: Registry, value: Any, key: str, is_complete: bool = False
+  components: Registry, value: Any, key: str, *, is_complete: bool = False
 ) -> ConfigDict | tuple:
   """The section for a component's name or section; for several mixers, a tuple of sections."""
-  may_alternate = components is registry.mixers
+  are_mixers = components is registry.mixers
   if isinstance(value, str) and not is_complete:
-    value = value.split(",") if may_alternate and "," in value else {"name": value}
+    value = value.split(",") if are_mixers and "," in value else {"name": value}
   if isinstance(value, list | tuple) and len(value) == 1:
-    return fill_component(components, value[0], key, is_complete)
-  if isinstance(value, list | tuple) and value and may_alternate:
-    parts = in_turn(key, value).items()
-    return tuple(fill_component(components, x, name, is_complete) for name, x in parts)
+    return fill_component(components, value[0], key, is_complete=is_complete)
+  if isinstance(value, list | tuple) and value and are_mixers:
+    return tuple(
+      fill_component(components, each, name, is_complete=is_complete)
+      for name, each in in_turn(key, value).items()
+    )
   return components.fill(_check_section(value, key), key, is_complete=is_complete)
 
 
@@ -238,12 +240,12 @@ def mixer_names(mixer: Settings | list[Settings] | tuple[Settings, ...] | None) 
   return ",".join(section["name"] for section in in_turn("", mixer).values())
 
 
-def is_pooled(model: Mapping) -> bool:
+def is_pooled(model: Settings) -> bool:
   """Whether a model pools its tokens."""
   return model["boundaries"]["name"] != "none"
 
 
-def stages_in(model: Mapping) -> dict[str, Mapping]:
+def stages_in(model: Settings) -> dict[str, Settings]:
   """The settings of a model and of each middle, which inherits what it does not set."""
   stages = {"model": model}
   key = "model"
@@ -254,7 +256,7 @@ def stages_in(model: Mapping) -> dict[str, Mapping]:
   return stages
 
 
-def mixers_in(model: Mapping) -> dict[str, ConfigDict]:
+def mixers_in(model: Settings) -> dict[str, ConfigDict]:
   """The mixers of a model by section: its own and, with pooling, those of first and last."""
   sections = in_turn("model.mixer", model["mixer"])
   for key, stage in stages_in(model).items():
@@ -283,7 +285,7 @@ def expand_paths(config: ConfigDict) -> ConfigDict:
   return config
 
 
-def flatten(config: Mapping, prefix: str = "") -> dict:
+def flatten(config: Settings, prefix: str = "") -> dict[str, Value]:
   """Settings by their full names: {"model": {"width": 8}} -> {"model.width": 8}."""
   flat = {}
   for key, value in config.items():
@@ -312,17 +314,19 @@ def set_value(config: ConfigDict, key: str, value: Value | Settings | Sequence[S
     section[name] = value
 
 
-def differences(old: Mapping, new: Mapping) -> list[str]:
+def differences(old: Settings, new: Settings) -> list[str]:
   """The settings that keep `new` from resuming a run of `old`: `key: old there, new here`."""
-  before = {key: (value, setting) for key, value, setting in walk(fill(old))}
-  after = {key: (value, setting) for key, value, setting in walk(fill(new))}
-  has_fixed_length = after["train.schedule.name"][0] != "constant"
+  old = fill(old)
+  new = fill(new)
+  before = {key: value for key, value, _ in walk(old)}
+  after = {key: value for key, value, _ in walk(new)}
+  settings = {key: setting for config in (old, new) for key, _, setting in walk(config)}
+  has_fixed_length = after["train.schedule.name"] != "constant"
   lines = []
-  for key in sorted(before.keys() | after.keys()):
-    there, _ = before.get(key, (None, None))
-    here, _ = after.get(key, (None, None))
-    _, setting = after.get(key) or before[key]
-    is_free = setting.is_free or (setting.is_length and not has_fixed_length)
+  for key in sorted(settings):
+    there = before.get(key)
+    here = after.get(key)
+    is_free = settings[key].is_free or (settings[key].is_length and not has_fixed_length)
     if there != here and not is_free:
       lines.append(f"{key}: {there!r} there, {here!r} here")
   return lines
