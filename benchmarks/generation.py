@@ -220,8 +220,8 @@ def generated(
   They are those of one token of all rows, or of the prompt and the first 16 tokens.
   """
   model, params = build(settings)
-  whole = config.from_dict({"model": settings})
-  generator = Generator(whole.model, config.Sample(), model, Bytes())
+  model_config = config.from_dict({"model": settings}).model
+  generator = Generator(model_config, config.Sample(), model, Bytes())
   text = "".join("a" if x else " " for x in made_up_words(1, prompt)[0])
 
   def run() -> float:

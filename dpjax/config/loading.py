@@ -231,9 +231,9 @@ def take(words: Sequence[str], *names: str) -> tuple[list[str], list[str]]:
   values = []
   rest = iter(words)
   for word in rest:
-    flag, is_joined, value = word.partition("=")
+    flag, equals, value = word.partition("=")
     if flag.startswith("-") and flag.removeprefix("-").removeprefix("-") in names:
-      values.append(value if is_joined else next(rest, ""))
+      values.append(value if equals else next(rest, ""))
     else:
       others.append(word)
   return others, values
