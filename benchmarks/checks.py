@@ -128,9 +128,8 @@ def step_check(name: str, products: str, devices: list) -> list:
   text = np.random.default_rng(0).integers(0, 31, (shape[0], shape[1] + 1)).astype(np.int32)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "weights": np.ones(shape, np.float32)}
   # With SGD at learning rate 1, the update is minus the gradient.
-  trainer = launch.make_trainer(config, model, 10, optax.sgd(1.0))
-  abstract = trainer.abstract_state(sharding.make_mesh(devices[-1:]))
-  initial = trainer.init_on_devices(abstract)  # once, for all devices
+  trainer = launch.make_trainer(config, model, config.train.num_steps or 10, optax.sgd(1.0))
+  initial = trainer.init(sharding.make_mesh(devices[-1:]))  # once, for all devices
   # As NumPy arrays, since an update donates the buffers of its state.
   initial = jax.device_get(dataclasses.replace(initial, key=jax.random.key_data(initial.key)))
   results, steps = [], {}
@@ -139,7 +138,7 @@ def step_check(name: str, products: str, devices: list) -> list:
     abstract = trainer.abstract_state(mesh)
     state = dataclasses.replace(initial, key=jax.random.wrap_key_data(jnp.array(initial.key)))
     state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, abstract)
-    run = steps.setdefault(device, trainer.jit_step(abstract))
+    run = steps.setdefault(device, trainer.jit_step(mesh))
     with jax.default_matmul_precision("highest"):
       state, metrics = run(state, sharding.put_batch(batch, mesh), capacity=None)
     changes = jax.tree.map(np.subtract, initial.params, jax.device_get(state.params))

@@ -107,12 +107,12 @@ def serve_jax(settings: Mapping) -> None:
   batch["weights"] = np.ones(batch["tokens"].shape, np.float32)
   batch = sharding.put_batch(batch, mesh)
   train = config.Train(matmul_dtype=settings["matmul_dtype"])
-  trainer = Trainer(model, optimizer, train, objective)
+  trainer = Trainer(model, train, 10**6, optimizer, objective)
   abstract = trainer.abstract_state(mesh)
   start = time.perf_counter()
-  step = trainer.jit_step(abstract).lower(abstract, batch).compile()
+  step = trainer.jit_step(mesh).lower(abstract, batch).compile()
   seconds = time.perf_counter() - start
-  state = trainer.init_on_devices(abstract)
+  state = trainer.init(mesh)
   ready = harness.peak_mib()
 
   def run() -> dict[str, Any]:

@@ -280,7 +280,7 @@ class Bench:
 
     from dpjax import interop
     from dpjax.models.build import build_model, with_vocabulary
-    from dpjax.runs.run import make_scorer
+    from dpjax.runs import Run
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     data = self.texts.prepared(cell)
@@ -290,8 +290,8 @@ class Bench:
     for batch, rate in zip(self.texts.batches(cell, self.reference, data), rates, strict=False):
       model.update(batch, rate)
     settings, params = interop.from_torch(model.state(), **self._settings(cell, data))
-    scorer = make_scorer(config, build_model(settings), data.tokenizer)
-    scores = scorer.score(params, data.split("valid"))
+    run = Run(config, build_model(settings), params, data.tokenizer, 0, data)
+    scores = run.score_split("valid")
     return math.log(scores["perplexity"])
 
   def _dpjax(self, cell: Cell) -> dict[str, Any]:
@@ -372,6 +372,7 @@ def train_dpjax(
   import jax.numpy as jnp
 
   from dpjax import interop
+  from dpjax.config import Train
   from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses
   from dpjax.training.trainer import Trainer, TrainState
@@ -391,7 +392,7 @@ def train_dpjax(
   @jax.jit
   def train(state, batch, noise):
     apply = partial(model.apply, boundary_noise=noise)
-    trainer = Trainer(types.SimpleNamespace(apply=apply), update, objective=objective)
+    trainer = Trainer(types.SimpleNamespace(apply=apply), Train(), len(rates), update, objective)
     return trainer.step(state, batch)
 
   now = TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))

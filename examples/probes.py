@@ -43,7 +43,7 @@ from dpjax import files
 from dpjax.analysis import style
 from dpjax.config import registry
 from dpjax.errors import UserError, exit_on_user_error, unknown
-from dpjax.training import losses, optimizers
+from dpjax.training import losses
 from dpjax.training.trainer import Trainer
 
 SEPARATOR, TRIGGER, FIRST_CONTENT = 1, 2, 3
@@ -216,11 +216,11 @@ def trainer(settings: Settings, mixer: str) -> Callable[[str, int], dict[str, An
   """
   config, num_parameters = equal_model(settings, mixer)
   section = dpjax.config.load("modern_transformer").train
+  section.num_steps = settings.num_steps
   section.learning_rate = settings.learning_rate
   section.schedule.warmup_steps = settings.num_steps // 10
   model = dpjax.build_model(config)
-  optimizer = optimizers.build_optimizer(section, settings.num_steps)
-  updates = Trainer(model, optimizer)
+  updates = Trainer(model, dpjax.config.Train(**section), settings.num_steps)
   init = jax.jit(lambda seed: dataclasses.replace(updates, seed=seed).init())
   update = jax.jit(updates.step, donate_argnums=0)
 

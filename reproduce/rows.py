@@ -69,9 +69,9 @@ class Plan:
     trainer = launch.make_trainer(self.config, model, self.num_steps)
     mesh = sharding.make_mesh()
     state, batch = trainer.abstract_state(mesh), self.batches.batch(0)
-    size = trainer.capacity(batch)
+    size = build.batch_capacity(trainer.objective.boundaries, batch)
     placed = sharding.put_batch(batch, mesh)
-    trainer.jit_step(state).lower(state, placed, capacity=size).compile()
+    trainer.jit_step(mesh).lower(state, placed, capacity=size).compile()
 
 
 class Clock:

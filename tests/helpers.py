@@ -19,6 +19,7 @@ from flax import linen as nn
 import dpjax
 from dpjax.__main__ import main as dpjax_main
 from dpjax.config import registry, sections
+from dpjax.config.schema import Train
 from dpjax.data import sources
 from dpjax.models import build
 from dpjax.training import losses, optimizers
@@ -203,7 +204,8 @@ def check_updates(arrays, config, params, *, eps: float, grad_clip_norm: float) 
   )
   state = TrainState(jnp.zeros((), jnp.int32), params, update.init(params), jax.random.key(0))
   objective = losses.Objective(build.build_boundaries(config))
-  train = jax.jit(Trainer(build.build_model(config), update, objective=objective).step)
+  trainer = Trainer(build.build_model(config), Train(), len(rates), update, objective)
+  train = jax.jit(trainer.step)
   seen = []
   # optax raises floats to integer powers, which strict promotion refuses.
   with jax.numpy_dtype_promotion("standard"):

@@ -242,15 +242,16 @@ def test_a_run_on_words_scores(spaced):
 
 
 def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
-  capacity = build.batch_capacity(spaced.config.model)
+  boundaries = spaced.scorer.objective.boundaries
   space, letter = spaced.tokenizer.encode(" a")
   tokens = np.full((3, 19), letter)
   for number, expected in ((0, 10), (9, 10), (10, 20), (19, 20)):
     tokens[1, :number] = space
-    assert capacity({"tokens": tokens}) == expected
+    assert build.batch_capacity(boundaries, {"tokens": tokens}) == expected
   other = spaced.config.copy_and_resolve_references()
   other.model.boundaries = dpjax.config.boundaries("gumbel")
-  assert build.batch_capacity(other.model)({"tokens": tokens}) is None
+  boundaries = build.build_boundaries(other.model)
+  assert build.batch_capacity(boundaries, {"tokens": tokens}) is None
 
 
 @pytest.mark.slow

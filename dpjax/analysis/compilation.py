@@ -160,12 +160,12 @@ class _Programs:
 
   def train(self) -> _Program:
     settings = self._config.train
-    step = self._trainer.jit_step(self._state)
+    step = self._trainer.jit_step(self._mesh)
     batch = self._batch(settings.batch_size, settings.window)
     return step, (self._state, batch), {"capacity": self._capacity(batch)}
 
   def evaluate(self) -> _Program:
-    from dpjax.training.trainer import jit_eval_step
+    from dpjax.training.evaluation import jit_eval_step
 
     settings = self._config.eval
     step = jit_eval_step(self._model, self._mesh, self._trainer.objective)

@@ -24,7 +24,6 @@ from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
 from dpjax.text.tokenizer import TextStream
 from dpjax.training import evaluation, losses
-from dpjax.training.trainer import jit_eval_step
 
 if TYPE_CHECKING:
   from dpjax.runs import Run
@@ -130,7 +129,7 @@ class _Scorer(evaluation.Scorer):
 
   @cached_property
   def step(self):
-    step = jit_eval_step(self.model, self._mesh, _Objective(self.objective.boundaries))
+    step = evaluation.jit_eval_step(self.model, self.mesh, _Objective(self.objective.boundaries))
 
     def run(params, batch, index, **options) -> Any:
       result = step(params, batch, index, **options)
@@ -151,12 +150,15 @@ def segment(run: "Run", text: str) -> Segmentation:
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
     raise UserError(f"text: expected 1 to {MAX_TOKENS:,} tokens, got {len(tokens):,}")
-  run, scorer = dataclasses.replace(run), run.scorer
+  scorer = run.scorer
   fields: Any = {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
   # Random draws depend on the rows of a batch.
   draws = any(module.samples_in_eval for module in scorer.objective.boundaries)
-  scorer = _Scorer(**fields | {"batch_size": scorer.batch_size if draws else 1})
-  vars(run)["scorer"] = scorer  # where `run.score` looks
+  if not draws:
+    fields["settings"] = dataclasses.replace(scorer.settings, batch_size=1)
+  scorer = _Scorer(**fields)
+  run = dataclasses.replace(run)
+  run.scorer = scorer
   scores, rows = run.score(text), []
   for weights_bt, reads in scorer.windows:
     for b, weights in enumerate(weights_bt):

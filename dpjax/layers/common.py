@@ -16,6 +16,8 @@ from dpjax.layers.mixer import check_settings
 from dpjax.ops import arrays, norms
 from dpjax.ops.products import promote
 
+Params = dict[str, Any]  # the parameters of a model: arrays in nested dicts, or trees like them
+
 NORMS = ("layer_norm", "rms_norm")
 # Options of linear layers: how they multiply.
 PRODUCTS: Any = dict(dot_general=ops.dot_general, promote_dtype=promote)

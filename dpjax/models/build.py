@@ -250,19 +250,17 @@ def make_model(config: ConfigDict, model: CustomModel, frozen: LanguageModel | N
   return built
 
 
-def batch_capacity(model: ConfigDict) -> Callable[[Mapping[str, np.ndarray]], int | None]:
-  """A function that maps a batch to its capacity, or to None if the tokens do not determine it."""
-  stages = build_boundaries(model)
+def batch_capacity(boundaries: Sequence[Boundaries], batch: Mapping[str, np.ndarray]) -> int | None:
+  """The `capacity` of a model for a batch, or None if the tokens do not determine it.
 
-  def of_tokens(batch: Mapping[str, np.ndarray]) -> int | None:
-    # Several processes would have to agree on it; documents have null groups of their own.
-    if not stages or jax.process_count() > 1 or "document_starts" in batch:
-      return None
-    counts = stages[0].count_segments(batch["tokens"])
-    length = batch["tokens"].shape[1]
-    return None if counts is None else capacity_for(stages[0], length, counts.max())
-
-  return of_tokens
+  `boundaries` are those of the model's stages, the outermost first.
+  """
+  # Several processes would have to agree on it; documents have null groups of their own.
+  if not boundaries or jax.process_count() > 1 or "document_starts" in batch:
+    return None
+  counts = boundaries[0].count_segments(batch["tokens"])
+  length = batch["tokens"].shape[1]
+  return None if counts is None else capacity_for(boundaries[0], length, counts.max())
 
 
 def capacity_for(boundaries: Boundaries, length: int, max_segments: int) -> int:

@@ -1,6 +1,5 @@
 """Trains the model of a configuration."""
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -20,12 +19,13 @@ from dpjax.data.token_files import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.layers import mixer
+from dpjax.layers.common import Params
 from dpjax.models import build
 from dpjax.runs import prepare, run_files
-from dpjax.runs.run import Run, load, read_params, saved_frozen
+from dpjax.runs.run import Run, load, saved_frozen
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, losses, optimizers, sharding
-from dpjax.training.trainer import Trainer
+from dpjax.training.trainer import Trainer, init_params
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def train(
   model: build.CustomModel = None,
   optimizer: optax.GradientTransformation | None = None,
   callbacks: Sequence[loop.Callback] = (),
-  should_stop: Callable[[], bool] = loop.never,
+  should_stop: Callable[[], bool] | None = None,
   profile: tuple[int, int] | None = None,
 ) -> tuple[Run, dict[str, float]]:
   """Trains the model of a configuration, or resumes the run in the folder.
@@ -79,15 +79,15 @@ def train(
     run = Run(config, module, {}, data.tokenizer, 0, data, workdir)
     train_batches = make_batches(config, data)
     num_steps = rules.steps_in(config.train, "num", steps_per_epoch=train_batches.steps_per_epoch)
-    trainer = make_trainer(config, module, num_steps, optimizer)
-    trainer = dataclasses.replace(trainer, initial=_initial(run, frozen, model))
-    size = _check(run, trainer, "train.optimizer" if optimizer is None else "optimizer")
-    frozen_settings = None if frozen is None else frozen.config.model
-    run_files.write_config(workdir, settings, frozen_settings)
-    _print_start(run, data, size, num_steps)
+    initial = _initial(run, frozen, model)
+    trainer = make_trainer(config, module, num_steps, optimizer, initial)
+    num_parameters = _check(run, trainer)
+    run_files.write_config(workdir, settings, None if frozen is None else frozen.config.model)
+    _print_start(run, data, num_parameters, num_steps)
+    folder = loop.RunFolder(workdir, _meta(run), _origin(data))
     hooks = loop.Hooks(callbacks, should_stop, profile)
-    loop.fit(trainer, train_batches, run.validate, _folder(run, data, workdir), hooks)
-    best = run.with_params(*read_params(run, workdir))
+    loop.fit(trainer, train_batches, run.validate, folder, hooks)
+    best = run.at_step()
     return best, best.score_split("test", progress=True, folder=workdir)
 
 
@@ -120,70 +120,64 @@ def make_trainer(
   model: nn.Module,
   num_steps: int,
   optimizer: optax.GradientTransformation | None = None,
+  initial: Callable[[Params], Params] | None = None,
 ) -> Trainer:
-  """The updates of `config.train`; `optimizer`, unless None, replaces its optimizer."""
-  rate = None
-  if optimizer is None:
-    rate = optimizers.build_schedule(config.train, num_steps)
-    optimizer = optimizers.build_optimizer(config.train, num_steps)
-  if multipliers := rules.stage_multipliers(config):
-    optimizer = optimizers.scale_by_stage(optimizer, multipliers)
+  """The trainer of a configuration; for `optimizer` and `initial` see `Trainer`."""
+  settings = {**config.train, "stage_multipliers": rules.stage_multipliers(config)}
   return Trainer(
     model,
+    schema.Train(**settings),
+    num_steps,
     optimizer,
-    schema.Train(**config.train),
     losses.Objective(build.build_boundaries(config.model)),
-    seed=config.seed,
-    learning_rate=rate,
-    capacity=build.batch_capacity(config.model),
+    config.seed,
+    initial,
   )
 
 
-def _folder(run: Run, data: Tokens, workdir: Path) -> loop.Folder:
-  """The folder of a run, and what its checkpoints say of it."""
-  window, stride = run.scorer.sizes()
-  validation = {"window": window, "stride": stride}
-  if run.config.eval.max_tokens:
-    validation["max_tokens"] = run.config.eval.max_tokens
-  meta = {"config": run.config.to_dict(), "validation": validation}
-  return loop.Folder(workdir, meta, _origin(data))
-
-
-def _check(run: Run, trainer: Trainer, key: str) -> int:
+def _check(run: Run, trainer: Trainer) -> int:
   """The number of parameters; a `UserError` if the run cannot train."""
-  config, sample = run.config, run.config.sample
+  config = run.config
+  sample = config.sample
   generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
-  ids = jnp.zeros((1, 1), jnp.int32)
-
-  def init(**inputs):
-    return run.model.init(jax.random.key(0), ids, deterministic=True, **inputs)["params"]
-
-  shapes = jax.eval_shape(init)
-  opt_state = optimizers.check(trainer.optimizer, run.model, shapes, key)
-  average = shapes if trainer.settings.ema_decay else ()
-  _check_memory((shapes, opt_state, average), trainer.settings.param_sharding)
+  key = jax.random.key(0)
+  shapes = jax.eval_shape(lambda: init_params(run.model, key))
+  name = "train.optimizer" if trainer.optimizer is None else "optimizer"
+  opt_state = optimizers.check(trainer.update_rule, shapes, name)
+  average = shapes if config.train.ema_decay else ()
+  _check_memory(jax.tree.leaves((shapes, opt_state, average)), config.train.param_sharding)
   if config.data.isolate_documents:
     try:
       mixer.check_takes_starts(run.model)
-      jax.eval_shape(init, document_starts=ids + 1)
+      starts = jnp.ones((1, 1), jnp.int32)
+      jax.eval_shape(lambda: init_params(run.model, key, document_starts=starts))
     except UserError as error:
       raise UserError(f"data.isolate_documents: expected False, got True ({error})") from error
   return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def _check_memory(state: Any, param_sharding: str) -> None:
+def _check_memory(arrays: Sequence[jax.ShapeDtypeStruct], param_sharding: str) -> None:
   """Raises a `UserError` if a state exceeds the memory of a CPU, since XLA may then hang."""
   memory = sharding.machine_memory()
   if sharding.make_mesh().devices.flat[0].platform != "cpu" or not memory:
     return
   copies = jax.local_device_count() / (jax.device_count() if param_sharding == "fsdp" else 1)
-  required = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+  required = copies * sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
   if required > memory:
     raise UserError(
       "model.num_layers, model.width, model.feed_forward_width: expected parameters that, with "
       f"the optimizer's state, fit the {memory / 2**30:.1f} GiB of memory, got "
       f"{required / 2**30:,.1f} GiB"
     )
+
+
+def _meta(run: Run) -> dict[str, Any]:
+  """What checkpoints record besides the state: the settings and the method of validation."""
+  window, stride = run.scorer.sizes()
+  validation = {"window": window, "stride": stride}
+  if run.config.eval.max_tokens:
+    validation["max_tokens"] = run.config.eval.max_tokens
+  return {"config": run.config.to_dict(), "validation": validation}
 
 
 def _origin(data: Tokens) -> dict[str, str]:
@@ -215,15 +209,16 @@ def _print_start(run: Run, data: Tokens, size: int, num_steps: int) -> None:
 
 def _initial(
   run: Run, frozen: Run | None, model: build.CustomModel
-) -> Callable[[dict], dict] | None:
+) -> Callable[[Params], Params] | None:
   """A function that reads the initial parameters; None if they are drawn."""
-  key, folder = "train.init_from", run.config.train.init_from
+  folder = run.config.train.init_from
   if frozen is None and not folder:
     return None
 
-  def read(drawn: dict) -> dict:
+  def read(drawn: Params) -> Params:
     params = drawn
     if folder:
+      key = "train.init_from"
       other = _load_other(folder, key, run.tokenizer, model)
       params = other.params
       message = f"{key}: expected parameters of this model, got others in {folder}"

@@ -19,6 +19,7 @@ from dpjax.errors import UserError
 from dpjax.generation import generator
 from dpjax.generation.generator import Sampling
 from dpjax.interop import hnet
+from dpjax.layers.common import Params
 from dpjax.models import build
 from dpjax.models.language_model import LanguageModel
 from dpjax.runs import export, prepare, run_files
@@ -28,7 +29,7 @@ from dpjax.training import checkpoints, evaluation, losses, metrics
 from dpjax.training.trainer import abstract_params
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Run:
   """A trained model with everything needed to use it.
 
@@ -36,6 +37,7 @@ class Run:
     config: the settings, including those that follow from the tokenizer.
     model: `model.apply({"params": params}, tokens).logits`, [B, T] -> [B, T, V]; one made in
       Python may have another class.
+    params: the parameters.
     tokenizer: has `encode` and `decode`.
     step: the number of updates made.
     data: the prepared corpus, or None.
@@ -44,7 +46,7 @@ class Run:
 
   config: ConfigDict
   model: LanguageModel
-  params: dict
+  params: Params
   tokenizer: Tokenizer
   step: int
   data: Tokens | None = None
@@ -219,7 +221,8 @@ class Run:
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
     names = [type(mixer).__name__ for mixer in stack.mixers]
-    blocks, matrices = stack.blocks, []
+    blocks = stack.blocks
+    matrices = []
     for i, layer in enumerate(stack.unstack(self.params["layers"]).values()):
       block = blocks[i % len(blocks)]
       x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
@@ -259,20 +262,31 @@ class Run:
 
   @cached_property
   def scorer(self) -> evaluation.Scorer:
-    """Scores texts with the model."""
-    return make_scorer(self.config, self.model, self.tokenizer)
+    """Scores texts with the model, by `config.eval`; compiled once for all parameters."""
+    return evaluation.Scorer(
+      self.model,
+      losses.Objective(build.build_boundaries(self.config.model)),
+      self.tokenizer,
+      schema.Eval(**self.config.eval),
+      max_length=self.config.model.max_length,
+      pad_id=build.pad_id(self.config.model),
+    )
 
-  def validate(self, params: dict) -> dict[str, float]:
-    """Scores parameters on the validation split, as training does."""
+  def validate(self, params: Params) -> dict[str, float]:
+    """Scores parameters on the validation split as training does, with `config.eval.max_tokens`."""
     if self.data is None:
       raise UserError("run: expected one with a corpus, got one without")
     text = self.data.split("valid", with_documents=self.config.data.isolate_documents)
     return self.scorer.score(params, text, max_tokens=self.config.eval.max_tokens)
 
-  def with_params(self, params: dict, step: int) -> "Run":
-    """The same run with the parameters of a step; scoring is not compiled again."""
-    run = dataclasses.replace(self, params=params, step=step)
-    vars(run)["scorer"] = self.scorer
+  def at_step(self, step: int | None = None) -> "Run":
+    """The run with the parameters of another checkpoint in its folder; scoring stays compiled.
+
+    For the step and the errors see `load`.
+    """
+    params, saved_step = _read_params(self, step)
+    run = dataclasses.replace(self, params=params, step=saved_step)
+    run.scorer = self.scorer
     return run
 
 
@@ -310,13 +324,13 @@ def load(
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
-  run = Run(config, built, {}, data.tokenizer, 0, data, workdir)
-  params, saved_step = read_params(run, workdir, step)
-  return run.with_params(params, saved_step)
+  return Run(config, built, {}, data.tokenizer, 0, data, workdir).at_step(step)
 
 
-def read_params(run: Run, workdir: Path, step: int | None = None) -> tuple[dict, int]:
-  """The parameters of a step of a run, by default the best by validation, and the step."""
+def _read_params(run: Run, step: int | None) -> tuple[Params, int]:
+  workdir = run.workdir
+  if workdir is None:
+    raise UserError("run: expected one with a folder, got one without")
   abstract = abstract_params(run.model, run.config.train.param_sharding)
   if run_files.is_exported(workdir):
     params, saved_step = export.restore(workdir, abstract, step)
@@ -339,7 +353,7 @@ def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) ->
   return Run(config, build.assemble(config.model), params, BytesWithEnds(), 0)
 
 
-def _check_finite(params: Any, workdir: Path) -> None:
+def _check_finite(params: Params, workdir: Path) -> None:
   for path, array in jax.tree.leaves_with_path(params):
     # All processes of a sharded run get the same answer. NumPy is slow with bfloat16.
     is_local = array.is_fully_addressable or array.is_fully_replicated
@@ -356,21 +370,6 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
   """The frozen model of a saved run's boundaries, if any."""
   settings = run_files.read_frozen(config, workdir)
   return None if settings is None else build.assemble(settings)
-
-
-def make_scorer(config: ConfigDict, model: Any, tokenizer: Tokenizer) -> evaluation.Scorer:
-  """The scorer of `config.eval`."""
-  return evaluation.Scorer(
-    model,
-    losses.Objective(build.build_boundaries(config.model)),
-    tokenizer,
-    max_length=config.model.max_length,
-    window=config.eval.window,
-    stride=config.eval.stride,
-    batch_size=config.eval.batch_size,
-    pad_id=build.pad_id(config.model),
-    capacity=build.batch_capacity(config.model),
-  )
 
 
 def table(scores: Mapping[str, float]) -> str:

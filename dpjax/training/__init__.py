@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from dpjax.training.checkpoints import Checkpoints as Checkpoints
   from dpjax.training.evaluation import evaluate as evaluate
+  from dpjax.training.evaluation import jit_eval_step as jit_eval_step
   from dpjax.training.loop import Callback as Callback
-  from dpjax.training.loop import Folder as Folder
   from dpjax.training.loop import Hooks as Hooks
+  from dpjax.training.loop import RunFolder as RunFolder
   from dpjax.training.loop import fit as fit
   from dpjax.training.losses import Objective as Objective
   from dpjax.training.losses import cross_entropy as cross_entropy
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
   from dpjax.training.sharding import put_batch as put_batch
   from dpjax.training.trainer import Trainer as Trainer
   from dpjax.training.trainer import TrainState as TrainState
-  from dpjax.training.trainer import jit_eval_step as jit_eval_step
 else:
   from dpjax import lazy
 

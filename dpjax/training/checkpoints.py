@@ -37,7 +37,8 @@ def _report_once() -> Iterator[None]:
   Orbax logs the error, and closes its event loop while other tasks run, each of which then prints
   that the loop is closed. Here the loop first waits for its tasks.
   """
-  new_event_loop, logger = asyncio.new_event_loop, logging.getLogger("absl")
+  new_event_loop = asyncio.new_event_loop
+  logger = logging.getLogger("absl")
 
   def is_from_others(record: logging.LogRecord) -> bool:
     error = record.exc_info and record.exc_info[1]
@@ -72,9 +73,10 @@ class Checkpoints(contextlib.AbstractContextManager):
   """
 
   def __init__(self, folder: str | Path, keep: int | None = None):
-    self._folder, self._keep = Path(folder).absolute(), keep
-    self._manager: Any = None  # created by the first save
-    self._policies: list[Any] = []
+    self._folder = Path(folder).absolute()
+    self._keep = keep
+    self._manager: ocp.CheckpointManager | None = None  # created by the first save
+    self._policies: list[managers.PreservationPolicy] = []
     self._stack = contextlib.ExitStack()
 
   def __exit__(self, *_) -> None:
@@ -137,7 +139,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       raise
     except Exception as error:
       with contextlib.suppress(Exception):  # fails for the same reason
-        self._manager.wait_until_finished()
+        if self._manager:
+          self._manager.wait_until_finished()
       for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(path, ignore_errors=True)
       raise not_writable("workdir", self._folder, _system_reason(error)) from error
@@ -242,13 +245,17 @@ def _storable(tree: Any) -> Any:
 def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
   """The path, tree and meta of the first intact checkpoint, the same one in all processes."""
   for path in paths:
-    tree, meta, error = None, {}, None
+    tree = None
+    meta = {}
+    error = None
     try:
       with _report_once():
         tree, meta, expected = _read(path, target, origin)
     except Exception as caught:
       error = caught
-    damage = 0 if error is None else 1 if _is_damage(error) else 2
+    damage = 0
+    if error is not None:
+      damage = 1 if _is_damage(error) else 2
     worst = max(_gather(damage))
     if error is not None and damage == 2:
       if isinstance(error, OSError) and error.errno and error.filename is None:
@@ -316,7 +323,7 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
 
 
-def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], message: str) -> None:
+def check_arrays(arrays: Mapping[str, str], expected: Mapping[str, str], message: str) -> None:
   """Raises a `UserError` that begins with `message` unless `arrays` match the `expected` ones."""
   if wrong := [name for name in {**arrays, **expected} if arrays.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.

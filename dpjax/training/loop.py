@@ -15,8 +15,10 @@ from jax.experimental import multihost_utils
 
 from dpjax.config.rules import steps_in
 from dpjax.errors import Interrupted, UserError
+from dpjax.layers.common import Params
+from dpjax.models.build import batch_capacity
 from dpjax.training import checkpoints, reporting, sharding
-from dpjax.training.trainer import Params, Trainer, TrainState
+from dpjax.training.trainer import Trainer, TrainState
 
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
@@ -37,12 +39,12 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Folder:
-  """Where a run is kept, and what its checkpoints say of it.
+class RunFolder:
+  """The folder of a run, and what its checkpoints record.
 
   Attributes:
-    path: the run's folder, which must exist.
-    meta: values saved with each checkpoint. If its "validation", the method of scoring,
+    path: the folder, which must exist.
+    meta: JSON values saved with each checkpoint. If its "validation", the method of scoring,
       differs from the checkpoint's, the search for the best restarts.
     origin: values saved with each checkpoint, which must match on resume.
   """
@@ -50,11 +52,6 @@ class Folder:
   path: Path
   meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   origin: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def never() -> bool:
-  """Does not stop a run."""
-  return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Hooks:
   """
 
   callbacks: Sequence[Callback] = ()
-  should_stop: Callable[[], bool] = never
+  should_stop: Callable[[], bool] | None = None
   profile: tuple[int, int] | None = None
 
 
@@ -80,10 +77,10 @@ def fit(
   trainer: Trainer,
   batches: Batches,
   validate: Callable[[Params], Mapping[str, float]],
-  folder: Folder,
+  folder: RunFolder,
   hooks: Hooks = Hooks(),
 ) -> None:
-  """Trains to the last step, from the newest checkpoint in the folder if there is one.
+  """Trains to `trainer.num_steps`, from the newest checkpoint in the folder if there is one.
 
   The state after step n depends only on the seed and the batches before it: a run that was
   stopped or killed ends like one that never stopped (on the same machine, bit for bit). The
@@ -105,25 +102,24 @@ def fit(
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.settings.grad_accum_steps)
+  loop = _Loop(trainer, batches, validate, folder, hooks.callbacks)
+  num_steps = trainer.num_steps
   with contextlib.ExitStack() as stack:
-    loop = _Loop(trainer, batches, validate, folder, hooks)
-    find_signal = stack.enter_context(_stop_signal(loop.num_steps))
-    stack.enter_context(loop.saved)
-    start = loop.restore()
-    stack.enter_context(loop.reporter)
+    find_signal = stack.enter_context(_stop_signal(num_steps))
+    start = loop.restore(stack)
     trace = stack.enter_context(_Trace(hooks.profile, folder.path, loop.reporter))
-    trace.check(start, loop.num_steps)
-    for step in range(loop.num_steps if loop.has_ended else start, loop.num_steps):
+    trace.check(start, num_steps)
+    for step in range(num_steps if loop.has_ended else start, num_steps):
       trace.begin(step)
       loop.train_one(step)
       trace.end(step + 1, loop.state)
       number = find_signal(step + 1)
-      is_stopped = number is not None or hooks.should_stop()
+      is_stopped = number is not None or (hooks.should_stop is not None and hooks.should_stop())
       ends = loop.after_update(step + 1, is_stopped)
       if ends and number is None:
         break
       if is_stopped:
-        raise Interrupted(step + 1, loop.num_steps, number)
+        raise Interrupted(step + 1, num_steps, number)
 
 
 class _Loop:
@@ -134,45 +130,48 @@ class _Loop:
     trainer: Trainer,
     batches: Batches,
     validate: Callable[[Params], Mapping[str, float]],
-    folder: Folder,
-    hooks: Hooks,
+    folder: RunFolder,
+    callbacks: Sequence[Callback],
   ):
     self.trainer = trainer
     self.settings = trainer.settings
     self.batches = batches
     self.validate = validate
     self.folder = folder
-    self.callbacks = hooks.callbacks
-    durations = vars(trainer.settings)
-    epoch = batches.steps_per_epoch
-    self.num_steps = steps_in(durations, "num", steps_per_epoch=epoch)
-    self.eval_every_steps = steps_in(durations, "eval_every", steps_per_epoch=epoch)
-    self.saved = checkpoints.Checkpoints(folder.path / "checkpoints", trainer.settings.max_to_keep)
+    self.callbacks = callbacks
+    self.eval_every_steps = steps_in(
+      vars(trainer.settings), "eval_every", steps_per_epoch=batches.steps_per_epoch
+    )
     self.mesh = sharding.make_mesh()
     self.rows = sharding.process_rows(batches.batch_size)
-    self.abstract = trainer.abstract_state(self.mesh)
-    self.train_step = trainer.jit_step(self.abstract)
+    self.train_step = trainer.jit_step(self.mesh)
     self.compiled: set[int | None] = set()  # the capacities
-    self.best: dict[str, Any] = {"step": 0, BEST_BY: math.inf, "since": 0}
+    self.best: dict[str, float] = {"step": 0, BEST_BY: math.inf, "since": 0}
     self.has_ended = False  # An earlier process ended the training before its last step.
     self.is_enough = False  # A callback or the patience ends it.
 
-  def restore(self) -> int:
-    """Restores the newest checkpoint or the initial state, and opens the reports at its step."""
-    restored = self.saved.restore(self.abstract, self.folder.origin)
+  def restore(self, stack: contextlib.ExitStack) -> int:
+    """Restores the newest checkpoint or the initial state, and opens the reports at its step.
+
+    The stack closes checkpoints and reports.
+    """
+    path = self.folder.path / "checkpoints"
+    self.saved = stack.enter_context(checkpoints.Checkpoints(path, self.settings.max_to_keep))
+    restored = self.saved.restore(self.trainer.abstract_state(self.mesh), self.folder.origin)
     tokens_seen = 0
     if restored is None:
-      self.state = self.trainer.init_on_devices(self.abstract)
+      self.state = self.trainer.init(self.mesh)
     else:
       self.state, meta = restored
       tokens_seen = meta["tokens_seen"]
       if meta.get("validation") == self.folder.meta.get("validation"):
         self.best = meta["best"]
-      has_ended = meta.get("ended") == self.num_steps
+      has_ended = meta.get("ended") == self.trainer.num_steps
       self.has_ended = has_ended and (bool(self.callbacks) or self.is_exhausted())
     start = int(self.state.step)
-    self.reporter = reporting.Reporter(self.folder.path, start, self.num_steps)
-    self.reader = reporting.MetricsReader(self.reporter, self.settings.log_every_steps, tokens_seen)
+    reporter = reporting.Reporter(self.folder.path, start, self.trainer.num_steps)
+    self.reporter = stack.enter_context(reporter)
+    self.reader = reporting.MetricsReader(reporter, self.settings.log_every_steps, tokens_seen)
     if start:
       self.reporter.print(f"Resuming from the checkpoint of step {start}.")
     return start
@@ -181,7 +180,7 @@ class _Loop:
     """Runs an update, and meanwhile reads the metrics of the previous one."""
     self.reader.start()
     batch = self.batches.batch(step, self.rows)
-    capacity = self.trainer.capacity(batch)
+    capacity = batch_capacity(self.trainer.objective.boundaries, batch)
     compiles = capacity not in self.compiled
     if compiles:
       self.reader.read()  # Otherwise the previous step's time would include compilation.
@@ -194,7 +193,7 @@ class _Loop:
 
   def after_update(self, done: int, is_stopped: bool) -> bool:
     """Reports, evaluates and saves as is due after an update; returns whether it was the last."""
-    is_last = done == self.num_steps
+    is_last = done == self.trainer.num_steps
     saves = is_stopped or done % self.settings.checkpoint_every_steps == 0
     evaluates = is_last or done % self.eval_every_steps == 0
     if saves or evaluates:
@@ -231,7 +230,7 @@ class _Loop:
     else:
       self.best = {**self.best, "since": self.best["since"] + 1}
     self.reporter.print(_validation_line(done, self.reader.mean, scores, is_best))
-    is_over = done == self.num_steps or self.is_enough
+    is_over = done == self.trainer.num_steps or self.is_enough
     self.call_back()
     if self.is_exhausted() and not is_over:
       self.is_enough = True
@@ -245,7 +244,7 @@ class _Loop:
     """Saves the state, and whatever else a resumed run needs."""
     meta = {**self.folder.meta, "best": self.best, "tokens_seen": self.reader.tokens_seen}
     if self.is_enough:
-      meta["ended"] = self.num_steps
+      meta["ended"] = self.trainer.num_steps
     self.reporter.check_there()  # Orbax would recreate the folder.
     self.saved.save(self.state, meta, origin=self.folder.origin)
 
@@ -318,7 +317,7 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
     yield lambda step: None
     return
   received: list[int] = []
-  before: dict[int, Any] = {}
+  before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
   step = num_steps
 
   def note(number, frame):
@@ -330,8 +329,8 @@ def _stop_signal(num_steps: int) -> Iterator[Callable[[int], int | None]]:
     step = now
     return received[0] if received else None
 
-  for number in (signal.SIGTERM, signal.SIGINT):
-    before[number] = signal.signal(number, note)
+  for number in before:
+    signal.signal(number, note)
   try:
     yield find
   finally:

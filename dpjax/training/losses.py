@@ -11,6 +11,8 @@ from jax import lax
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries
+from dpjax.models.hourglass import InnerBoundaries
+from dpjax.models.language_model import LanguageModelOutput
 from dpjax.ops.placement import by_platform, num_devices, pvary_like, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
@@ -174,16 +176,17 @@ _output_nats.defvjp(lambda *x: _by_platform(_differentiate_pieces, *x), _output_
 def _logits(h_btd, kernel, bias):
   # Rounded to 16 bits, logits would cost a few hundredths of a nat (docs/faithful.md).
   dtype = sum_dtype(h_btd)
-  wide: dict[str, Any] = {} if h_btd.dtype == dtype else dict(preferred_element_type=dtype)
+  options = {} if h_btd.dtype == dtype else {"preferred_element_type": dtype}
   kernel = kernel.astype(h_btd.dtype)
-  logits_btv = dot_general(h_btd, kernel, (((2,), (0,)), ((), ())), **wide)
+  logits_btv = dot_general(h_btd, kernel, (((2,), (0,)), ((), ())), **options)
   return logits_btv if bias is None else logits_btv + bias.astype(dtype)[None, None]
 
 
 def _cut(is_cached, hidden, kernel, targets, weights):
   """Pieces of positions, [pieces, B, t, ...]; the last one is padded with weight 0."""
   # Pieces of positions, unlike rows, are distributed over the devices like the batch.
-  (batch, length), (width, vocab_size) = targets.shape, kernel.shape
+  batch, length = targets.shape
+  width, vocab_size = kernel.shape
   row_bytes = vocab_size * sum_dtype(hidden).itemsize
   piece_bytes = _PIECE_BYTES
   if is_cached:  # With fewer rows than features, adding the kernel's gradients takes longest.
@@ -233,8 +236,8 @@ class Objective:
     """A batch's contribution to the loss and to the scores.
 
     Args:
-      output: `dpjax.models.language_model.LanguageModelOutput`.
-      batch: see `dpjax.training.train_step`.
+      output: the model's; from a user's model, any object with `logits`.
+      batch: see `dpjax.training.Trainer.step`.
       output_layer: the kernel and bias for `output_nats` of `output.hidden`; ignored if the
         boundaries read the logits anyway.
       counts: for a part of a batch, the sums `Objective.counts` of the full batch.
@@ -277,13 +280,16 @@ class Objective:
       sums["targets"] = jnp.sum(targets * weights)
       sums["hits"] = jnp.sum(boundaries * targets * weights)
       sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
-    stage, is_real = output, _is_real(weights)
+    stage = output
+    is_real = _is_real(weights)
     for number, inner_module in enumerate(inner_modules, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if module.has_null_group:
         segments_b += _null_groups(document_starts, is_real)
-      module, stage = inner_module, stages[number - 1]
-      document_starts, boundaries = stage.document_starts, stage.boundaries.astype(jnp.float32)
+      module = inner_module
+      stage = stages[number - 1]
+      document_starts = stage.document_starts
+      boundaries = stage.boundaries.astype(jnp.float32)
       positions = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (positions < segments_b[:, None]).astype(jnp.float32)
       sums[f"segments_in_{number}"] = jnp.sum(is_real)
@@ -326,7 +332,9 @@ def _count_segments(
   }
 
 
-def _count_drawn(module: Boundaries, stage: Any, weights, suffix: str = "") -> dict[str, jax.Array]:
+def _count_drawn(
+  module: Boundaries, stage: LanguageModelOutput | InnerBoundaries, weights, suffix: str = ""
+) -> dict[str, jax.Array]:
   """The expected number of drawn boundaries, and that of rounded ones if evaluation rounds."""
   logits_bt = stage.boundary_logits
   if not module.is_stochastic or module.samples_in_eval or logits_bt is None:

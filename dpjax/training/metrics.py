@@ -76,7 +76,8 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
   """
   if "boundaries" not in sums:
     return {}
-  boundaries, count = sums["boundaries"], sums["count"]
+  boundaries = sums["boundaries"]
+  count = sums["count"]
   scores = {
     "boundary_loss": _ratio(sums["boundary_nats"], count),
     "p_ones": _ratio(boundaries, count),
@@ -90,8 +91,10 @@ def boundary_scores(sums: Mapping[str, float]) -> dict[str, float]:
       _ratio(sums["start_nats"], boundaries), _ratio(sums["nats"], count)
     )
   if "targets" in sums:
-    hits, targets = sums["hits"], sums["targets"]
-    scores["precision"], scores["recall"] = _ratio(hits, boundaries), _ratio(hits, targets)
+    hits = sums["hits"]
+    targets = sums["targets"]
+    scores["precision"] = _ratio(hits, boundaries)
+    scores["recall"] = _ratio(hits, targets)
     scores["f1"] = _ratio(2 * hits, boundaries + targets)
     scores["accuracy"] = _ratio(sums["agreements"], count)
   for name, value in sums.items():

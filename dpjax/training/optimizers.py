@@ -1,7 +1,7 @@
 """Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,29 +13,36 @@ from flax import traverse_util
 from optax import contrib
 
 from dpjax.config import registry
+from dpjax.config.schema import Train
 from dpjax.errors import UserError
+from dpjax.layers.common import Params
 from dpjax.models.build import frozen_path
 from dpjax.models.stack import is_stacked
 
-_UNDECAYED = "scale", "gain", "bias", "a_log", "skip", "null_group"  # suffixes of names
+_UNDECAYED = ("scale", "gain", "bias", "a_log", "skip", "null_group")  # suffixes of names
 
 
-def build_schedule(train: Mapping, num_steps: int) -> optax.Schedule:
-  """The learning rate of each update, counted from 0: `train`'s "schedule" and "learning_rate"."""
+def build_schedule(settings: Train, num_steps: int) -> optax.Schedule:
+  """The learning rate of each update, counted from 0."""
   return registry.schedules.build(
-    train["schedule"], "train.schedule", peak=train["learning_rate"], num_steps=num_steps
+    settings.schedule, "train.schedule", peak=settings.learning_rate, num_steps=num_steps
   )
 
 
-def build_optimizer(train: Mapping, num_steps: int) -> optax.GradientTransformation:
-  """The update rule that `config.train` describes, for `num_steps` updates in total."""
-  arguments: dict[str, Any] = {"learning_rate": build_schedule(train, num_steps)}
-  if train.get("weight_decay_mask", "all") == "matrices":
-    arguments["mask"] = decays
-  return _build(train["optimizer"], "train.optimizer", train["grad_clip_norm"], **arguments)
+def build_optimizer(settings: Train, num_steps: int) -> optax.GradientTransformation:
+  """The update rule that settings describe, for `num_steps` updates in total.
+
+  It reads optimizer, learning_rate, schedule, grad_clip_norm and weight_decay_mask.
+  """
+  rate = build_schedule(settings, num_steps)
+  mask = {"mask": decays} if settings.weight_decay_mask == "matrices" else {}
+  update = registry.optimizers.build(
+    settings.optimizer, "train.optimizer", learning_rate=rate, **mask
+  )
+  return _clip(update, settings.grad_clip_norm)
 
 
-def decays(params: Any) -> Any:
+def decays(params: Params) -> Params:
   """The mask for weight decay of matrices: a tree of bools.
 
   False for norms and biases (names that end with "scale", "gain" or "bias"), for Mamba-2's decays
@@ -64,24 +71,28 @@ def make_optimizer(
   function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
-  return _build(section, "optimizer", grad_clip_norm, learning_rate=rate)
+  update = registry.optimizers.build(section, "optimizer", learning_rate=rate)
+  return _clip(update, grad_clip_norm)
 
 
-def _build(section: Mapping, key: str, grad_clip_norm: float, **arguments: Any):
-  update = registry.optimizers.build(section, key, **arguments)
-  return (
-    optax.chain(optax.clip_by_global_norm(grad_clip_norm), update) if grad_clip_norm else update
-  )
+def _clip(
+  update: optax.GradientTransformation, grad_clip_norm: float
+) -> optax.GradientTransformation:
+  if not grad_clip_norm:
+    return update
+  return optax.chain(optax.clip_by_global_norm(grad_clip_norm), update)
 
 
-def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtraArgs:
+def for_model(
+  update: optax.GradientTransformation, model: nn.Module
+) -> optax.GradientTransformationExtraArgs:
   """Wraps any Optax update rule to accept the loss as `value`.
 
   The parameters at `dpjax.models.build.frozen_path` are excluded from updates, norms and moments.
   """
   path = frozen_path(model)
 
-  def split(tree, is_frozen: bool):
+  def split(tree: Params, is_frozen: bool):
     flat = traverse_util.flatten_dict(tree)
     return {key: x for key, x in flat.items() if (key[: len(path)] == path) == is_frozen}
 
@@ -89,7 +100,7 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
     return traverse_util.unflatten_dict(split(tree, False)) if tree and path else tree
 
   def update_trained(updates, state, params=None, **extra):
-    inputs = trained(updates), state, trained(params)
+    inputs = (trained(updates), state, trained(params))
     try:
       outputs, state = update.update(*inputs, **extra)
     except TypeError as error:
@@ -108,7 +119,7 @@ def for_model(update: Any, model: nn.Module) -> optax.GradientTransformationExtr
 
 
 def scale_by_stage(
-  update: Any, multipliers: Sequence[float]
+  update: optax.GradientTransformation, multipliers: Sequence[float]
 ) -> optax.GradientTransformationExtraArgs:
   """Multiplies the updates of a rule by one number for each stage of a model.
 
@@ -143,8 +154,10 @@ def _stage(names: Sequence[str]) -> int:
   return [*is_inner, False].index(False)
 
 
-def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") -> Any:
-  """Checks by shapes that `update` can train a model; returns the shapes of its state.
+def check(
+  update: optax.GradientTransformationExtraArgs, params: Params, key: str = "optimizer"
+) -> optax.OptState:
+  """Checks by shapes an update rule for a model's parameters; returns the shapes of its state.
 
   Raises:
     UserError: it needs more than gradients, parameters and the value of the loss (such as the
@@ -156,7 +169,6 @@ def check(update: Any, model: nn.Module, params: Any, key: str = "optimizer") ->
     return optax.apply_updates(params, updates), state
 
   try:
-    update = for_model(update, model)
     state = jax.eval_shape(update.init, params)
     after = jax.eval_shape(step, params, state)
   except Exception as error:  # any type: the update rule may be user code
@@ -331,7 +343,7 @@ def muon(
   """
   settings = locals()
 
-  def of(params: Any) -> Any:
+  def of(params: Params) -> optax.GradientTransformation:
     # In parts of its update, `contrib.muon` would call a function with only some of the arrays.
     return contrib.muon(**settings, muon_weight_dimension_numbers=_matrices(params))
 
@@ -341,18 +353,19 @@ def muon(
   )
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: Params) -> Params:
   """The axes of each parameter that form a matrix; None for Adam's parameters."""
 
-  def find_axes(path, leaf, first):
+  def find_axes(path, leaf, is_of_stack):
     names = _names(path)
+    first = 1 if is_of_stack else 0
     # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
     size, *others = leaf.shape[first:] or (1,)
     is_kernel = names[-1] == "kernel" and names[0] not in ("embedding", "logits")
     if not is_kernel or size == 1 or math.prod(others) == 1:
       return None
     return contrib.MuonDimensionNumbers(
-      reduction_axis=int(first), output_axis=tuple(range(first + 1, leaf.ndim))
+      reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
     )
 
   return jax.tree.map_with_path(find_axes, params, is_stacked(params))

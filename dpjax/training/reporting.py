@@ -35,7 +35,9 @@ class Reporter(contextlib.AbstractContextManager):
   """
 
   def __init__(self, workdir: str | Path, step: int, num_steps: int):
-    self._is_first, self._new, self._num_steps = jax.process_index() == 0, [], num_steps
+    self._is_first = jax.process_index() == 0
+    self._new: list[tuple[int, dict[str, float]]] = []
+    self._num_steps = num_steps
     disable = None if self._is_first else True  # None: hidden without a terminal
     self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=disable)
     if self._is_first:
@@ -85,7 +87,8 @@ class Reporter(contextlib.AbstractContextManager):
 
   def new_reports(self) -> list[tuple[int, dict[str, float]]]:
     """The reports since the last call, each with its step."""
-    new, self._new = self._new, []
+    new = self._new
+    self._new = []
     return new
 
   def print(self, message: str) -> None:
@@ -152,14 +155,19 @@ class MetricsReader:
   """
 
   def __init__(self, reporter: Reporter, log_every: int, tokens_seen: int):
-    self._reporter, self._log_every, self.tokens_seen = reporter, log_every, tokens_seen
-    self.mean, self._start_time = math.nan, 0.0
+    self._reporter = reporter
+    self._log_every = log_every
+    self.tokens_seen = tokens_seen
+    self.mean = math.nan
+    self._start_time = 0.0
     self._pending: tuple[int, Mapping[str, jax.Array], bool] | None = None
     self._clear()
 
   def _clear(self) -> None:
-    self._losses, self._sums = [], {}
-    self._seconds, self._timed_tokens = 0.0, 0
+    self._losses: list[float] = []
+    self._sums: dict[str, float] = {}
+    self._seconds = 0.0
+    self._timed_tokens = 0
 
   def start(self) -> None:
     """Marks the beginning of a step."""
@@ -172,12 +180,14 @@ class MetricsReader:
     Raises:
       NonFiniteError: the loss or the gradient of the pending step is not finite.
     """
-    previous, self._pending = self._pending, pending
+    previous = self._pending
+    self._pending = pending
     if previous is None:
       return
     step, metrics_of_step, is_timed = previous
     values = {name: float(value) for name, value in jax.device_get(metrics_of_step).items()}
-    now, tokens = time.perf_counter(), round(values["count"])
+    now = time.perf_counter()
+    tokens = round(values["count"])
     if is_timed:
       self._seconds += now - self._start_time
       self._timed_tokens += tokens
@@ -190,7 +200,8 @@ class MetricsReader:
           "before it. A lower train.learning_rate, a warm-up or a tighter "
           "train.grad_clip_norm may help, in a new workdir."
         )
-    loss, grad_norm = values.pop("loss"), values.pop("grad_norm")
+    loss = values.pop("loss")
+    grad_norm = values.pop("grad_norm")
     rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}
     self._losses.append(loss)
     self._sums = metrics.add(self._sums, values)

@@ -1,7 +1,9 @@
 """The layout of a run on its devices: one axis that divides the batch."""
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dpjax.errors import UserError
 from dpjax.ops.placement import AXIS
 
+Tree = TypeVar("Tree")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 
 def make_mesh(devices: Sequence | None = None) -> Mesh:
   """A mesh of all devices of all processes (or of `devices`) with one axis, "data"."""
@@ -17,7 +23,7 @@ def make_mesh(devices: Sequence | None = None) -> Mesh:
   return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def state_sharding(state, mesh: Mesh, param_sharding: str = "replicated"):
+def state_sharding(state: Tree, mesh: Mesh, param_sharding: str = "replicated") -> Tree:
   """The sharding of each array (or shape) of a train state.
 
   With `param_sharding` "replicated", every device holds all arrays; with "fsdp", an array is split
@@ -32,6 +38,25 @@ def state_sharding(state, mesh: Mesh, param_sharding: str = "replicated"):
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXIS))
 
   return jax.tree.map(sharding_of, state)
+
+
+def place(shapes: Tree, mesh: Mesh, param_sharding: str) -> Tree:
+  """Adds `state_sharding` to a tree of shapes and dtypes."""
+  shardings = state_sharding(shapes, mesh, param_sharding)
+  return jax.tree.map(
+    lambda x, each: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=each), shapes, shardings
+  )
+
+
+def on_mesh(function: Callable[Arguments, Result], mesh: Mesh) -> Callable[Arguments, Result]:
+  """Wraps a function to be traced under the mesh."""
+
+  @functools.wraps(function)
+  def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return function(*args, **kwargs)
+
+  return run
 
 
 def check_rows(batch_size: int, grad_accum_steps: int = 1, devices: int | None = None) -> None:

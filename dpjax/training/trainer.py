@@ -1,4 +1,4 @@
-"""The updates of a model, and its evaluation. B batch, T position, V vocabulary."""
+"""The updates of a model. B batch, T position, V vocabulary."""
 
 import dataclasses
 import functools
@@ -8,20 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpjax import ops
 from dpjax.config.schema import Train
-from dpjax.models.language_model import LanguageModel
+from dpjax.errors import UserError
+from dpjax.layers.common import Params
+from dpjax.models.language_model import LanguageModel, LanguageModelOutput
 from dpjax.training import losses, optimizers, sharding
 
-_TOKENS_ONLY = losses.Objective()
 Batch = Mapping[str, jax.Array]
-Params = dict[str, Any]
 Sums = dict[str, jax.Array]
 
 
@@ -37,82 +36,121 @@ class TrainState(struct.PyTreeNode):
   """
 
   step: jax.Array
-  params: Any
+  params: Params
   opt_state: optax.OptState
   key: jax.Array
-  average: Any = None
+  average: Params | None = None
 
   @property
-  def scored(self) -> Any:
+  def scored(self) -> Params:
     """The parameters to score and return: the average if there is one."""
     return self.params if self.average is None else self.average
-
-
-def any_capacity(batch: Mapping[str, np.ndarray]) -> int | None:
-  """The capacity of a batch of which nothing is known."""
-  return None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
   """Makes the updates of a model.
 
-    trainer = Trainer(model, optax.adam(1e-3))
-    state, metrics = trainer.step(trainer.init(), batch)
+    trainer = Trainer(model, Train(learning_rate=1e-3), num_steps=1000)
+    state = trainer.init()
+    state, metrics = trainer.step(state, batch)
+
+  The trainer reads all settings but these. `fit` reads log_every_steps, eval_every_steps,
+  eval_every_epochs, patience, checkpoint_every_steps and max_to_keep. `dpjax.train` makes batches
+  from sampling, batch_size and window, `num_steps` from num_steps or num_epochs, and `initial` from
+  init_from.
 
   Attributes:
-    model: takes [B, T] tokens, `deterministic` and the random stream "dropout".
-    optimizer: any `optax` rule that needs only gradients, parameters and the loss as `value`.
-    settings: of `config.train`, those that tell how an update is made.
-    objective: the loss to minimise.
+    model: any Flax module. `model.apply({"params": params}, tokens, deterministic=..., rngs=...)`
+      maps [B, T] tokens to an object with `logits`, [B, T, V]; dropout draws from the random
+      stream "dropout".
+    settings: of `config.train`.
+    num_steps: the number of updates in total, at which the schedule and `fit` end.
+    optimizer: replaces the optimizer, learning_rate, schedule, grad_clip_norm and
+      weight_decay_mask of the settings; their stage_multipliers scale its updates. Any Optax
+      optimizer that needs only gradients, parameters and the loss as `value`.
+    objective: the loss to minimise; for a model with token pooling, that of its boundaries, too:
+      `Objective(dpjax.models.build.build_boundaries(config.model))`.
     seed: the seed of parameters and dropout.
-    learning_rate: maps an update to the optimizer's learning rate, for the report.
-    capacity: maps a batch to the `capacity` of `dpjax.models.hourglass.Hourglass`, or to None if
-      the data do not determine it.
-    initial: maps drawn parameters to those to start from.
+    initial: maps the drawn parameters to those to start from, such as a checkpoint's.
+
+  Raises:
+    UserError: the settings have another num_steps, or the objective lacks the model's boundaries.
   """
 
   model: nn.Module
-  optimizer: optax.GradientTransformation
-  settings: Train = dataclasses.field(default_factory=Train)
-  objective: losses.Objective = _TOKENS_ONLY
+  settings: Train
+  num_steps: int
+  optimizer: optax.GradientTransformation | None = None
+  objective: losses.Objective = dataclasses.field(default_factory=losses.Objective)
   seed: int = 0
-  learning_rate: optax.Schedule | None = None
-  capacity: Callable[[Mapping[str, np.ndarray]], int | None] = any_capacity
   initial: Callable[[Params], Params] | None = None
 
-  def init(self) -> TrainState:
-    """The drawn state before the first update; it does not depend on the number of devices."""
+  def __post_init__(self):
+    if self.settings.num_steps not in (0, self.num_steps):
+      raise UserError(
+        f"num_steps: expected the settings' {self.settings.num_steps}, got {self.num_steps}"
+      )
+    pools = isinstance(self.model, LanguageModel) and self.model.hourglass is not None
+    if pools and not self.objective.boundaries:
+      raise UserError("objective: expected one with the boundaries of the model, got none")
+
+  @functools.cached_property
+  def update_rule(self) -> optax.GradientTransformationExtraArgs:
+    """The optimizer with `stage_multipliers`, for the parameters that are not frozen."""
+    rule = self.optimizer
+    if rule is None:
+      rule = optimizers.build_optimizer(self.settings, self.num_steps)
+    multipliers = self.settings.stage_multipliers
+    if isinstance(multipliers, str):
+      raise UserError(
+        "train.stage_multipliers: expected numbers, such as dpjax.config.stage_multipliers(config)"
+        f", got {multipliers}"
+      )
+    if multipliers:
+      rule = optimizers.scale_by_stage(rule, multipliers)
+    return optimizers.for_model(rule, self.model)
+
+  def init(self, mesh: Mesh | None = None) -> TrainState:
+    """Makes the state before the first update, with the `initial` parameters.
+
+    Its values do not depend on the number of devices. It lies on the devices of `mesh`, as
+    `param_sharding` says; None: on JAX's default device.
+    """
+    shardings = None
+    if mesh is not None:
+      shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state(mesh))
+    state = jax.jit(self._draw, out_shardings=shardings)()
+    if self.initial is None:
+      return state
+    params = self.initial(state.params)
+    params = jax.device_put(params, None if shardings is None else shardings.params)
+    average = None if state.average is None else jax.tree.map(jnp.copy, params)
+    return state.replace(params=params, average=average)
+
+  def _draw(self) -> TrainState:
     init_key, dropout_key = jax.random.split(jax.random.key(self.seed))
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    params = self.model.init(init_key, tokens, deterministic=True)["params"]
+    params = init_params(self.model, init_key)
     average = jax.tree.map(jnp.copy, params) if self.settings.ema_decay else None
-    opt_state = self._update_rule().init(params)
+    opt_state = self.update_rule.init(params)
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, dropout_key, average)
+
+  @functools.cached_property
+  def _shapes(self) -> TrainState:
+    return jax.eval_shape(self._draw)
 
   def abstract_state(self, mesh: Mesh) -> TrainState:
     """The shapes, dtypes and shardings (`sharding.state_sharding`) of a state."""
-    return _placed(jax.eval_shape(self.init), mesh, self.settings.param_sharding)
+    return sharding.place(self._shapes, mesh, self.settings.param_sharding)
 
-  def init_on_devices(self, abstract: TrainState) -> TrainState:
-    """`init` on the devices of an `abstract_state`, with the `initial` parameters."""
-    state = jax.jit(self.init, out_shardings=_shardings(abstract))()
-    if self.initial is None:
-      return state
-    params = jax.device_put(self.initial(state.params), _shardings(abstract.params))
-    average = None if abstract.average is None else jax.tree.map(jnp.copy, params)
-    return state.replace(params=params, average=average)
-
-  def jit_step(self, abstract: TrainState) -> Callable[..., tuple[TrainState, Sums]]:
-    """`step`, compiled for the devices of an `abstract_state`: (state, batch, capacity=None).
+  def jit_step(self, mesh: Mesh) -> Callable[..., tuple[TrainState, Sums]]:
+    """`step`, compiled for the devices of a mesh: (state, batch, capacity=None).
 
     The input state is donated. Each capacity is compiled separately.
     """
-    shardings = _shardings(abstract)
-    assert isinstance(shardings.step, NamedSharding)
-    mesh = shardings.step.mesh
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state(mesh))
     return jax.jit(
-      _on_mesh(self.step, mesh),
+      sharding.on_mesh(self.step, mesh),
       donate_argnums=0,
       static_argnames="capacity",
       out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
@@ -131,39 +169,39 @@ class Trainer:
       state: the state before the update.
       batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
         rows of several documents also "document_starts", [B, T], 1 at the first token of each.
-      capacity: of this batch.
+      capacity: the `capacity` of `dpjax.models.hourglass.Hourglass` for this batch.
 
     Returns:
       The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
-      if known, and the objective's sums.
+      unless the trainer has an `optimizer`, and the objective's sums.
     """
     with ops.product_dtype(self.settings.matmul_dtype):
       grads, sums = self._summed_gradient(state, batch, capacity)
     count = sums["count"]
     grads = jax.tree.map(lambda g: g / count, grads)
     value = (sums["nats"] + sums.get("boundary_nats", 0.0)) / count
-    updates, opt_state = self._update_rule().update(
-      grads, state.opt_state, state.params, value=value
-    )
+    updates, opt_state = self.update_rule.update(grads, state.opt_state, state.params, value=value)
     metrics = {"loss": sums["nats"] / count, "grad_norm": optax.tree.norm(grads), **sums}
-    if self.learning_rate is not None:
-      metrics["learning_rate"] = jnp.asarray(self.learning_rate(state.step), jnp.float32)
-    params = optax.apply_updates(state.params, updates)
+    if self.optimizer is None:
+      learning_rate = optimizers.build_schedule(self.settings, self.num_steps)
+      metrics["learning_rate"] = jnp.asarray(learning_rate(state.step), jnp.float32)
+    params: Any = optax.apply_updates(state.params, updates)  # Optax's types are wider.
     average = state.average
     if average is not None:
       average = add_to_average(average, params, state.step, self.settings.ema_decay)
     return TrainState(state.step + 1, params, opt_state, state.key, average), metrics
 
-  def _update_rule(self) -> optax.GradientTransformationExtraArgs:
-    return optimizers.for_model(self.optimizer, self.model)
-
-  def _summed_gradient(self, state: TrainState, batch: Batch, capacity: int | None):
+  def _summed_gradient(
+    self, state: TrainState, batch: Batch, capacity: int | None
+  ) -> tuple[Params, Sums]:
     """The gradient of the loss, summed over the targets, and the objective's sums."""
 
-    def loss(params: Params, part: Batch, key: jax.Array, counts: Sums | None = None):
-      output = _apply(self.model, params, part, key, capacity, deterministic=False)
+    def loss(
+      params: Params, part: Batch, key: jax.Array, counts: Sums | None = None
+    ) -> tuple[jax.Array, Sums]:
+      output = apply_model(self.model, params, part, key, capacity, deterministic=False)
       part = {**part, "update": state.step}
-      sums = self.objective.sums(output, part, _output_layer(self.model, params), counts)
+      sums = self.objective.sums(output, part, output_layer(self.model, params), counts)
       return sums["nats"] + sums.get("boundary_nats", 0.0), sums
 
     key = jax.random.fold_in(state.key, state.step)
@@ -177,7 +215,9 @@ class Trainer:
     keys = jax.random.split(key, num_parts)
     return self._sum_parts(loss, state.params, parts, keys)
 
-  def _sum_parts(self, loss: Callable, params: Params, parts: Batch, keys: jax.Array):
+  def _sum_parts(
+    self, loss: Callable, params: Params, parts: Batch, keys: jax.Array
+  ) -> tuple[Params, Sums]:
     """The sums of the gradients and of the objective's sums over the parts of a batch.
 
     If the loss of the boundaries is not a sum over rows (`losses.Objective.counts`), a pass
@@ -205,7 +245,7 @@ class Trainer:
     return grads, sums
 
 
-def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> Any:
+def add_to_average(average: Params, params: Params, step: jax.Array, decay: float) -> Params:
   """Adds the parameters after update `step`, counted from 0, to their average.
 
     average + (params - average) (1 - decay) / (1 - decay**(step + 1))
@@ -218,77 +258,42 @@ def add_to_average(average: Any, params: Any, step: jax.Array, decay: float) -> 
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
 
 
-def jit_eval_step(
-  model: nn.Module, mesh: Mesh, objective: losses.Objective = _TOKENS_ONLY
-) -> Callable[..., Sums]:
-  """Compiles (parameters, batch, index, capacity=None) -> the objective's sums.
-
-  Random draws in evaluation depend only on the batch's index and shape.
-  """
-
-  def step(params, batch, index, capacity=None):
-    key = jax.random.fold_in(jax.random.key(0), index)
-    output = _apply(model, params, batch, key, capacity, deterministic=True)
-    return objective.sums(output, batch, _output_layer(model, params), scores_starts=True)
-
-  replicated = NamedSharding(mesh, PartitionSpec())
-  return jax.jit(_on_mesh(step, mesh), static_argnames="capacity", out_shardings=replicated)
+def init_params(model: nn.Module, key: jax.Array, **inputs: Any) -> Params:
+  """Draws the parameters of a model; `inputs` are arguments of its call, for tokens of [1, 1]."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return dict(model.init(key, tokens, deterministic=True, **inputs)["params"])
 
 
 def abstract_params(model: nn.Module, param_sharding: str = "replicated") -> Params:
   """The shapes, dtypes and shardings of a model's parameters on all devices."""
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = functools.partial(model.init, deterministic=True)
-  shapes = jax.eval_shape(init, jax.random.key(0), tokens)["params"]
-  return _placed(shapes, sharding.make_mesh(), param_sharding)
+  shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+  return sharding.place(shapes, sharding.make_mesh(), param_sharding)
 
 
-def _placed(shapes: Any, mesh: Mesh, param_sharding: str) -> Any:
-  """Shapes with their shardings."""
-  shardings = sharding.state_sharding(shapes, mesh, param_sharding)
-  return jax.tree.map(
-    lambda x, each: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=each), shapes, shardings
-  )
-
-
-def _apply(
+def apply_model(
   model: nn.Module,
   params: Params,
   batch: Batch,
   key: jax.Array,
   capacity: int | None,
   deterministic: bool,
-) -> Any:
+) -> LanguageModelOutput:
   """The model's output for a batch; user models need not accept capacities and documents."""
   inputs: dict[str, Any] = {}
   if "document_starts" in batch:
     inputs["document_starts"] = batch["document_starts"]
   if capacity is not None:
     inputs["capacity"] = capacity
-  return model.apply(
+  output: Any = model.apply(
     {"params": params},
     batch["tokens"],
     deterministic=deterministic,
     rngs={"dropout": key},
     **inputs,
   )
+  return output
 
 
-def _output_layer(model: nn.Module, params: Any) -> Any:
+def output_layer(model: nn.Module, params: Params) -> tuple[jax.Array, jax.Array | None] | None:
   """The kernel and bias of the logits; None for models other than `LanguageModel`."""
   return model.output_layer(params) if type(model) is LanguageModel else None
-
-
-def _on_mesh(function: Callable, mesh: Mesh | AbstractMesh) -> Callable:
-  """Wraps a function to be traced under the mesh."""
-
-  @functools.wraps(function)
-  def run(*args, **kwargs):
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return function(*args, **kwargs)
-
-  return run
-
-
-def _shardings(tree: Any) -> Any:
-  return jax.tree.map(lambda leaf: leaf.sharding, tree)

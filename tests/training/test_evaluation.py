@@ -3,8 +3,6 @@ import pytest
 
 from dpjax.training import evaluation, metrics, sharding
 
-COUNTS = {"tokens": 24, "words": 5, "characters": 29, "bytes": 31}
-
 
 class Numbers:
   """Three batches of 8 rows of 5; batch i is full of i + 1."""
@@ -24,21 +22,25 @@ def sums_of(number):
   return sums | dict(positions=5.0, slots=1.0 + number)
 
 
-def test_sums_and_capacities_of_all_batches():
+def test_sums_and_capacities_of_all_batches(monkeypatch):
   calls = []
 
   def eval_step(params, batch, index, capacity):
     calls.append((params, int(batch["tokens"][0, 0]), index, capacity))
     return sums_of(index + 1)
 
-  capacity = lambda batch: 4 + int(batch["tokens"].max())  # noqa: E731
-  scores = evaluation.evaluate(
-    eval_step, "params", Numbers(), COUNTS, sharding.make_mesh(), capacity=capacity
+  def capacity(boundaries, batch):
+    assert boundaries == ("outer",)
+    return 4 + int(batch["tokens"].max())
+
+  monkeypatch.setattr(evaluation, "batch_capacity", capacity)
+  found = evaluation.evaluate(
+    eval_step, "params", Numbers(), sharding.make_mesh(), boundaries=("outer",)
   )
   assert calls == [("params", i + 1, i, 5 + i) for i in range(3)]
   sums = dict(nats=12.0, count=24.0, boundary_nats=3.0, boundaries=6.0, segments=12.0)
   sums |= dict(segments_max=7.0, rows=24.0, positions=15.0, slots=9.0)
-  assert scores == metrics.text_scores(12.0, COUNTS) | metrics.boundary_scores(sums)
+  assert found == sums
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,8 @@ def test_rounding_that_finds_other_boundaries_than_drawing_is_told(changes, warn
   def eval_step(params, batch, index, capacity):
     return sums_of(2) | {name: x / 3 for name, x in changes.items()}
 
-  scores = evaluation.evaluate(eval_step, {}, Numbers(), COUNTS, sharding.make_mesh())
+  sums = evaluation.evaluate(eval_step, {}, Numbers(), sharding.make_mesh())
+  scores = metrics.boundary_scores(sums)
   for name in ("drawn", "rounded"):
     (key,) = (key for key in changes if key.startswith(name))
     assert scores[f"p_ones_{key}"] == pytest.approx(changes[key] / changes.get("segments_in_2", 24))

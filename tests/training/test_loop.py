@@ -35,7 +35,7 @@ class Batches:
     return {name: value[rows] for name, value in full.items()}
 
 
-TRAINER = Trainer(helpers.Bigrams(VOCAB), optax.sgd(0.5))
+TRAINER = Trainer(helpers.Bigrams(VOCAB), dpjax.config.Train(), 4, optax.sgd(0.5))
 
 
 def fit(workdir, num_steps=4, trainer=TRAINER, evaluate=lambda params: SCORES, **options):
@@ -43,16 +43,14 @@ def fit(workdir, num_steps=4, trainer=TRAINER, evaluate=lambda params: SCORES, *
   every = options.pop("every", 99)
   settings = dataclasses.replace(
     trainer.settings,
-    num_steps=num_steps,
-    num_epochs=0.0,
     eval_every_steps=every,
     eval_every_epochs=0.0,
     log_every_steps=options.pop("log", 1),
     checkpoint_every_steps=options.pop("save", every),
   )
-  trainer = dataclasses.replace(trainer, settings=settings)
+  trainer = dataclasses.replace(trainer, settings=settings, num_steps=num_steps)
   workdir.mkdir(exist_ok=True)
-  loop.fit(trainer, Batches(), evaluate, loop.Folder(workdir), loop.Hooks(**options))
+  loop.fit(trainer, Batches(), evaluate, loop.RunFolder(workdir), loop.Hooks(**options))
 
 
 def test_rows_that_the_devices_cannot_share_are_refused(tmp_path):
@@ -65,8 +63,8 @@ def replace_step(monkeypatch, call):
   """Has `call(step, state, batch)` take the place of the jitted step."""
   make = Trainer.jit_step
 
-  def make_replaced(trainer, abstract):
-    step = make(trainer, abstract)
+  def make_replaced(trainer, mesh):
+    step = make(trainer, mesh)
     return lambda state, batch, capacity: call(step, state, batch)
 
   monkeypatch.setattr(Trainer, "jit_step", make_replaced)
@@ -107,9 +105,8 @@ def test_a_step_is_read_when_the_next_one_was_started(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "device_get", get)
   fit(tmp_path)
   # The last is waited for, to evaluate and to save.
-  assert events == [
-    *("start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4")
-  ]
+  expected = "start 1, start 2, read 1, start 3, read 2, start 4, read 3, read 4"
+  assert ", ".join(events) == expected
 
 
 class Clock:
@@ -159,8 +156,8 @@ def test_the_speed_is_that_of_the_steps_alone(tmp_path, monkeypatch, settings, s
     reporting, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 0.0)
   )
   monkeypatch.setattr(loop.jax, "device_get", clock.device_get)
-  trainer = dataclasses.replace(TRAINER, capacity=lambda batch: next(capacities))
-  fit(tmp_path, 12, trainer=trainer, evaluate=clock.evaluate, **settings)
+  monkeypatch.setattr(loop, "batch_capacity", lambda boundaries, batch: next(capacities))
+  fit(tmp_path, 12, evaluate=clock.evaluate, **settings)
   assert [line["tokens_per_second"] for line in helpers.reports(tmp_path, "train")] == speeds
 
 

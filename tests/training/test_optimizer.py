@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 import re
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def schedule(name, peak=0.5, num_steps=10, **settings):
   section = registry.schedules.section(name, **settings)
-  return optimizers.build_schedule({"schedule": section, "learning_rate": peak}, num_steps)
+  settings = dpjax.config.Train(schedule=section, learning_rate=peak)
+  return optimizers.build_schedule(settings, num_steps)
 
 
 COS = [0, 0.25, *(0.25 * (1 + np.cos(np.pi * np.array([0, 2, 3, 4, 8, 8]) / 8)))]
@@ -193,15 +195,15 @@ def test_what_is_frozen_stays_and_has_no_part_in_the_others():
 
 def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
   params, settings = stacked_params(), dict(b1=0.8, b2=0.9, weight_decay=0.3)
-  train = dict(learning_rate=0.1, grad_clip_norm=0.0)
-  train["schedule"] = {"name": "constant", "warmup_steps": 0}
-  train["optimizer"] = registry.optimizers.section("adamw", **settings)
+  train = dpjax.config.Train(
+    optimizer=dpjax.config.optimizer("adamw", **settings), learning_rate=0.1, grad_clip_norm=0.0
+  )
   grads = jax.tree.map(lambda x: jnp.cos(3 * x), params)
   for name, mask in (("matrices", optimizers.decays), ("all", None)):
     updates, expected = (
       jax.jit(update.update)(grads, update.init(params), params)[0]
       for update in (
-        optimizers.build_optimizer({**train, "weight_decay_mask": name}, 7),
+        optimizers.build_optimizer(dataclasses.replace(train, weight_decay_mask=name), 7),
         optax.adamw(0.1, **settings, mask=mask),
       )
     )
@@ -226,9 +228,9 @@ def test_stage_multipliers_multiply_the_updates_of_each_stage():
   config.model = helpers.model_settings(boundaries=dpjax.config.boundaries("fixed"))
   config.model.middle = dpjax.config.middle("routing", width=8)
   config.train.optimizer = dpjax.config.optimizer("adamw", weight_decay=0.3)
-  plain = launch.make_trainer(config, None, 7).optimizer
+  plain = launch.make_trainer(config, None, 7).update_rule
   config.train.stage_multipliers = MULTIPLIERS
-  scaled = launch.make_trainer(config, None, 7).optimizer
+  scaled = launch.make_trainer(config, None, 7).update_rule
   params, stages = staged_params()
   grads = jax.tree.map_with_path(
     lambda path, x: jnp.cos(len(str(path)) + jnp.arange(15.0).reshape(x.shape)), params
@@ -274,7 +276,7 @@ def test_optimizers_that_need_more_or_cannot_be_saved_are_refused(make, message)
   model = helpers.Bigrams(7)
   params = abstract_params(model)
   with pytest.raises(dpjax.UserError, match=f"^optimizer: {message}"):
-    optimizers.check(make(), model, params)
+    optimizers.check(optimizers.for_model(make(), model), params)
 
 
 def halves(params):
@@ -305,14 +307,14 @@ def make_of_all_types():
 )
 def test_any_optimizer_of_optax_trains_and_resumes_bit_for_bit(make, tmp_path):
   model, mesh, update = helpers.Bigrams(7), sharding.make_mesh(jax.devices()[:2]), make()
-  trainer = Trainer(model, update, dpjax.config.Train(param_sharding="fsdp"))
+  trainer = Trainer(model, dpjax.config.Train(param_sharding="fsdp"), 9, update)
   abstract = trainer.abstract_state(mesh)
-  optimizers.check(update, model, abstract.params)
-  train = trainer.jit_step(abstract)
+  optimizers.check(trainer.update_rule, abstract.params)
+  train = trainer.jit_step(mesh)
   tokens = np.arange(40, dtype=np.int32).reshape(8, 5) * 3 % 7
   batch = dict(tokens=tokens, targets=(tokens + 2) % 7, weights=np.ones((8, 5), np.float32))
   batch = sharding.put_batch(batch, mesh)
-  state = trainer.init_on_devices(abstract)
+  state = trainer.init(mesh)
   with jax.numpy_rank_promotion("allow"):  # Some of Optax needs it.
     state, _ = train(train(state, batch)[0], batch)
   with checkpoints.Checkpoints(tmp_path, keep=2) as saved:

@@ -1,5 +1,6 @@
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import dpjax
 from dpjax.config import registry
 from dpjax.models.build import build_boundaries
 from dpjax.models.language_model import LanguageModel
-from dpjax.training import losses, optimizers, sharding, trainer
+from dpjax.training import evaluation, losses, sharding, trainer
 from dpjax.training.trainer import Trainer
 from tests import helpers
 
@@ -40,16 +41,16 @@ def draw_batch(seed=0):
 
 def draw_state(model, update):
   """A state with normal numbers for parameters, which takes no compiling."""
-  shapes = jax.eval_shape(Trainer(model, update).init).params
+  shapes = trainer.abstract_params(model)
   draw = np.random.default_rng(1).standard_normal
   params = jax.tree.map(lambda x: jnp.asarray(draw(x.shape) / 3, x.dtype), shapes)
   zero = jnp.zeros((), jnp.int32)
   return trainer.TrainState(zero, params, update.init(params), jax.random.key(3))
 
 
-def make_trainer(model, update, grad_accum_steps=1, objective=None, **settings):
+def make_trainer(model, update=None, grad_accum_steps=1, objective=None, **settings):
   settings = dpjax.config.Train(grad_accum_steps=grad_accum_steps, **settings)
-  return Trainer(model, update, settings, objective or losses.Objective())
+  return Trainer(model, settings, 10, update, objective or losses.Objective())
 
 
 def jit_update(model, update, grad_accum_steps=1, **settings):
@@ -102,9 +103,9 @@ def test_no_step_holds_all_logits(monkeypatch):
   monkeypatch.setattr(losses, "_PIECE_BYTES", 1)
   model, update = make_model(), optax.sgd(0.1)
   mesh = sharding.make_mesh(jax.devices()[:1])
-  state = Trainer(model, update).abstract_state(mesh)
-  train = Trainer(model, update).jit_step(state)
-  evaluate = trainer.jit_eval_step(model, mesh)
+  state = make_trainer(model, update).abstract_state(mesh)
+  train = make_trainer(model, update).jit_step(mesh)
+  evaluate = evaluation.jit_eval_step(model, mesh, losses.Objective())
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), draw_batch())
   for lowered in (train.lower(state, batch), evaluate.lower(state.params, batch, 0)):
     text = lowered.compile().as_text()
@@ -129,7 +130,8 @@ def test_evaluation_sums_the_nats_of_the_logits_without_dropout(plain_update):
   model, count = make_model(dropout=0.1, hidden_dropout=0.2), batch["weights"].sum()
   flat = Flat(VOCAB, WIDTH, 11, model.layers, positions="learned")
   for each, mean in ((model, metrics["loss"]), (flat, np.log(VOCAB))):
-    sums = trainer.jit_eval_step(each, mesh)(params, sharding.put_batch(batch, mesh), 0)
+    step = evaluation.jit_eval_step(each, mesh, losses.Objective())
+    sums = step(params, sharding.put_batch(batch, mesh), 0)
     np.testing.assert_allclose(sums["nats"], mean * count, rtol=1e-5)
 
 
@@ -171,16 +173,14 @@ class Wide(nn.Module):
 
 def test_eight_devices_train_as_one():
   model = Wide()
-  update = optimizers.make_optimizer("adam", 1e-3, grad_clip_norm=0.5)
 
   def run(num_devices, param_sharding):
     mesh = sharding.make_mesh(jax.devices()[:num_devices])
-    updates = make_trainer(model, update, param_sharding=param_sharding)
+    updates = make_trainer(model, learning_rate=1e-3, param_sharding=param_sharding)
     updates = dataclasses.replace(updates, seed=5)
-    abstract = updates.abstract_state(mesh)
-    first = updates.init_on_devices(abstract)
+    first = updates.init(mesh)
     state, seen = jax.tree.map(jnp.copy, first), []
-    train = updates.jit_step(abstract)
+    train = updates.jit_step(mesh)
     for index in range(7):
       before = state
       state, metrics = train(before, sharding.put_batch(draw_batch(index % 3), mesh))
@@ -273,17 +273,68 @@ def test_the_average_is_that_of_optax_without_its_bias():
   model, update = helpers.Bigrams(VOCAB), optax.sgd(0.5)
   state = draw_state(model, update)
   state = state.replace(average=jax.tree.map(jnp.copy, state.params))
-  updates = make_trainer(model, update, ema_decay=0.7)
-  train = jax.jit(dataclasses.replace(updates, learning_rate=lambda k: 0.5 / (k + 1)).step)
+  train = jit_update(model, update, ema_decay=0.7)
   ema = optax.ema(0.7, debias=True)
   ema_state = ema.init(state.params)
   for k in range(5):
-    state, measured = train(state, draw_batch(k))
+    state, _ = train(state, draw_batch(k))
     expected, ema_state = ema.update(state.params, ema_state)
     helpers.assert_trees_close(state.average, expected, rtol=2e-6, atol=2e-6)
-    assert measured["learning_rate"] == np.float32(0.5 / (k + 1))
   assert state.scored is state.average
   frozen = average = {"a": jnp.float32([0.1, 1e-7, 3e9])}
   for k in range(9):  # What stays the same is its own average.
     average = trainer.add_to_average(average, frozen, jnp.int32(k), 0.999)
   np.testing.assert_array_equal(average["a"], frozen["a"])
+
+
+def test_the_settings_say_how_an_update_is_made():
+  settings = dpjax.config.Train(
+    optimizer=dpjax.config.optimizer("sgd", momentum=0.5),
+    learning_rate=0.3,
+    schedule=dpjax.config.schedule("linear", warmup_steps=2),
+    grad_clip_norm=1e-2,
+  )
+  updates = Trainer(helpers.Bigrams(VOCAB), settings, num_steps=5)
+  rate = optax.join_schedules(
+    [optax.linear_schedule(0, 0.3, 2), optax.linear_schedule(0.3, 0, 3)], [2]
+  )
+  update = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(rate, momentum=0.5))
+  state, train = updates.init(), jax.jit(updates.step)
+  expected = state.replace(opt_state=update.init(state.params))
+  train_expected = jax.jit(Trainer(updates.model, settings, 5, update).step)
+  for k in range(5):
+    state, metrics = train(state, draw_batch(k))
+    expected, expected_metrics = train_expected(expected, draw_batch(k))
+    np.testing.assert_allclose(metrics.pop("learning_rate"), rate(k), rtol=1e-6)
+    chex.assert_trees_all_equal(metrics, expected_metrics)
+    assert metrics["grad_norm"] > 2e-2
+  chex.assert_trees_all_equal(state.params, expected.params)
+
+
+def test_the_initial_parameters_and_their_average_are_those_of_a_function():
+  initial = lambda params: jax.tree.map(lambda x: 2 * np.asarray(x) + 1, params)  # noqa: E731
+  updates = make_trainer(Wide(), ema_decay=0.9, param_sharding="fsdp")
+  drawn = updates.init().params
+  updates = dataclasses.replace(updates, initial=initial)
+  for state in (updates.init(), updates.init(sharding.make_mesh())):
+    chex.assert_trees_all_close(state.params, initial(drawn), rtol=1e-6)
+    chex.assert_trees_all_equal(state.average, state.params)
+  assert len(state.average["Dense_0"]["kernel"].sharding.device_set) == 8
+
+
+@pytest.mark.parametrize(
+  "settings, message",
+  [
+    (dict(num_steps=7), "^num_steps: expected the settings' 7, got 10"),
+    (dict(stage_multipliers="auto"), "^train.stage_multipliers: expected numbers, .* got auto"),
+  ],
+)
+def test_settings_that_a_trainer_cannot_follow_are_refused(settings, message):
+  with pytest.raises(dpjax.UserError, match=message):
+    make_trainer(Wide(), **settings).init()
+
+
+def test_a_pooled_model_needs_the_loss_of_its_boundaries():
+  model = make_model(boundaries=dpjax.config.boundaries("fixed"))
+  with pytest.raises(dpjax.UserError, match="^objective: expected one with the boundaries of"):
+    make_trainer(model)
