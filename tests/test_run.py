@@ -16,7 +16,7 @@ from dpjax.data.token_files import Tokens
 from dpjax.models import build
 from dpjax.runs import launch, prepare
 from dpjax.text.characters import Bytes
-from dpjax.training import evaluation, loop
+from dpjax.training import evaluation, loop, reporting
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -140,7 +140,7 @@ def test_another_protocol_of_validation_begins_a_best_of_its_own(
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
   # Adam's first update has the size of the learning rate: step 1 is finite, step 2 is not.
   config = helpers.small_config(text, learning_rate=1e30, checkpoint_every_steps=1)
-  with pytest.raises(loop.NonFiniteError, match=r"Step 2: expected a finite"):
+  with pytest.raises(reporting.NonFiniteError, match=r"Step 2: expected a finite"):
     dpjax.train(config, tmp_path, model=helpers.bigrams)
   assert dpjax.load(tmp_path, model=helpers.Bigrams(18)).step == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 import dpjax
 from dpjax.commands import sweep
-from dpjax.training import loop
+from dpjax.training import reporting
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -106,7 +106,7 @@ def test_table_of_scores(experiment, tmp_path, monkeypatch, capsys):
     """Bits are 9 less the rate, a hundredth less by seed."""
     folders.append(str(workdir.relative_to(tmp_path / "runs")))
     if config.train.learning_rate > 1:
-      raise loop.NonFiniteError("Step 2: expected a finite loss")
+      raise reporting.NonFiniteError("Step 2: expected a finite loss")
     bits = 9 - config.train.learning_rate - config.seed / 100
     workdir.mkdir(parents=True)
     lines = [{"step": step, "split": "valid", "bits_per_character": bits + step} for step in (0, 4)]

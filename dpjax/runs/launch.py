@@ -51,8 +51,8 @@ def train(
     model: replaces that of `config.model`: a module, or a function of `config.model` that makes
       one. `apply({"params": params}, tokens, deterministic=..., rngs=...)` must return an object
       with `logits`, [B, T, V]. Pass the same model to resume or load the run.
-    optimizer: replaces the optimizer, schedule and clipping of `config.train`: any Optax
-      optimizer that needs only the gradients, the parameters and the `value` of the loss.
+    optimizer: replaces the optimizer, learning rate, schedule and clipping of `config.train`: any
+      Optax optimizer that needs only the gradients, the parameters and the `value` of the loss.
     callbacks: called with each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
@@ -62,7 +62,7 @@ def train(
 
   Raises:
     ValueError: `setting: expected ..., got ...`.
-    dpjax.training.loop.NonFiniteError: the training diverged.
+    dpjax.training.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training after a checkpoint.
   """
   settings = sections.expand_paths(config)
