@@ -1,5 +1,6 @@
 """Whole runs, in this process: train, stop, go on, score, generate."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -16,7 +17,7 @@ from dpjax.data.token_files import Tokens
 from dpjax.models import build
 from dpjax.runs import launch, prepare
 from dpjax.text.characters import Bytes
-from dpjax.training import evaluation, loop, reporting
+from dpjax.training import checkpoints, evaluation, loop, reporting
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -54,6 +55,21 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   for wrong in (None, 5, b"the "):
     with pytest.raises(ValueError, match="prompt: expected a text, "):
       run.generate(wrong)
+
+
+def test_another_step_of_a_run_has_its_parameters_and_is_scored_by_the_same_program(finished):
+  workdir, run, _ = finished
+  with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
+    steps = saved.steps()
+  assert len(steps) > 1
+  for step in steps:
+    other = run.at_step(step)
+    assert other.step == step and other.scorer is run.scorer
+    chex.assert_trees_all_equal(other.params, dpjax.load(workdir, step).params)
+  with pytest.raises(dpjax.UserError, match="^step: expected one of .*, got 7"):
+    run.at_step(7)
+  with pytest.raises(dpjax.UserError, match="^run: expected one with a folder, got one without"):
+    dataclasses.replace(run, workdir=None).at_step()
 
 
 def test_loading_gives_the_same_model(finished):

@@ -280,11 +280,22 @@ class Run:
     return self.scorer.score(params, text, max_tokens=self.config.eval.max_tokens)
 
   def at_step(self, step: int | None = None) -> "Run":
-    """The run with the parameters of another checkpoint in its folder; scoring stays compiled.
+    """The run with the parameters of another checkpoint; scoring is not compiled again.
 
-    For the step and the errors see `load`.
+    Args:
+      step: see `load`, also for the errors.
     """
-    params, saved_step = _read_params(self, step)
+    if self.workdir is None:
+      raise UserError("run: expected one with a folder, got one without")
+    abstract = abstract_params(self.model, self.config.train.param_sharding)
+    if run_files.is_exported(self.workdir):
+      params, saved_step = export.restore(self.workdir, abstract, step)
+    else:
+      with checkpoints.Checkpoints(self.workdir / "checkpoints") as saved:
+        origin = {"tokenizer": self.tokenizer.to_json()}
+        field = "average" if self.config.train.ema_decay else "params"
+        saved_step, params = saved.restore_step(abstract, step, origin, field)
+    _check_finite(params, self.workdir)
     run = dataclasses.replace(self, params=params, step=saved_step)
     run.scorer = self.scorer
     return run
@@ -325,22 +336,6 @@ def load(
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
   return Run(config, built, {}, data.tokenizer, 0, data, workdir).at_step(step)
-
-
-def _read_params(run: Run, step: int | None) -> tuple[Params, int]:
-  workdir = run.workdir
-  if workdir is None:
-    raise UserError("run: expected one with a folder, got one without")
-  abstract = abstract_params(run.model, run.config.train.param_sharding)
-  if run_files.is_exported(workdir):
-    params, saved_step = export.restore(workdir, abstract, step)
-  else:
-    with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-      origin = {"tokenizer": run.tokenizer.to_json()}
-      field = "average" if run.config.train.ema_decay else "params"
-      saved_step, params = saved.restore_step(abstract, step, origin, field)
-  _check_finite(params, workdir)
-  return params, saved_step
 
 
 def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:
