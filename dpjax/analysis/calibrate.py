@@ -15,7 +15,7 @@ Lengths are in tokens. A tail shorter than a window is dropped.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -62,14 +62,15 @@ def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "
   import jax.numpy as jnp
 
   window = min(window, len(tokens))
-  count, size = len(tokens) // window, run.config.eval.batch_size
+  count = len(tokens) // window
+  size = run.config.eval.batch_size
   rows = np.zeros((-(-count // size) * size, window), np.int32)
   rows[:count] = tokens[: count * window].reshape(count, window)
 
   @jax.jit
   def read(params, tokens_bt):
     rngs = {"dropout": jax.random.key(0)}  # Some boundaries are sampled.
-    output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
+    output = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
     return of_output(tokens_bt, output).astype(jnp.float32)
 
   parts = [read(run.params, rows[i : i + size]) for i in range(0, len(rows), size)]

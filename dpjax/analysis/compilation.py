@@ -1,21 +1,14 @@
-"""Compiles a configuration for devices that need not be present, and prints what it needs.
+"""Compiles the steps of a configuration for devices that need not be present; see `compile_steps`.
 
-  dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
-  dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
-
-A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :COUNT; or cpu.
-A vocabulary that a run fits to its text comes from --config=RUN, the folder of such a run, or from
---config.model.vocab_size=COUNT. A batch is rounded up to full rows on each device.
-TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory, collectives and
-custom calls are the compiler's; those within a loop count once.
+Memory, collectives and custom calls are the compiler's; those within a loop count once.
 """
 
 import collections
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 import numpy as np
 
@@ -23,6 +16,10 @@ from dpjax.analysis import devices, style
 from dpjax.config import rules
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError, unknown
+
+if TYPE_CHECKING:
+  import jax
+  from jax.sharding import Mesh
 
 STEPS = ("train", "evaluate", "generate")
 # The sizes of named vocabularies.
@@ -32,6 +29,73 @@ _COLLECTIVE = re.compile(
 )
 
 
+Tree = TypeVar("Tree")
+
+
+@final
+class Compiled(TypedDict):
+  """What a compiled step needs of each device.
+
+  Attributes:
+    operations: of matrix products.
+    compile_seconds: how long the compiler took.
+    arguments_gib: memory of the arguments.
+    temporary_gib: memory while the step runs.
+    needed_gib: memory of all together.
+    fits: whether the device has it.
+    collectives: the number of each, by name.
+    custom_calls: the number of each, by name.
+  """
+
+  operations: float
+  compile_seconds: float
+  arguments_gib: float
+  temporary_gib: float
+  needed_gib: float
+  fits: bool
+  collectives: dict[str, int]
+  custom_calls: dict[str, int]
+
+
+@final
+class Refused(TypedDict):
+  """What is known of a step that the compiler refuses because of its memory.
+
+  Attributes:
+    operations: of matrix products.
+    needed_gib: memory of all together; inf if the compiler does not tell.
+    fits: False.
+    refused: the first line of the compiler's message.
+  """
+
+  operations: float
+  needed_gib: float
+  fits: bool
+  refused: str
+
+
+class Report(TypedDict):
+  """The result of `compile_steps`.
+
+  Attributes:
+    devices: how many.
+    memory_gib: the memory of each.
+    batch_size: `train.batch_size`, rounded up to full rows on each device.
+    parameters: how many.
+    parts: the parameters of each part of the model.
+    steps: what each step needs.
+    largest_batch: the result of `largest_batch`, where it was asked for.
+  """
+
+  devices: int
+  memory_gib: float
+  batch_size: int
+  parameters: int
+  parts: dict[str, int]
+  steps: dict[str, Compiled | Refused]
+  largest_batch: NotRequired[int]
+
+
 def compile_steps(
   config: ConfigDict,
   topology: str,
@@ -39,7 +103,7 @@ def compile_steps(
   steps: Sequence[str] = STEPS,
   segments: int = 0,
   run: str = "",
-) -> dict[str, Any]:
+) -> Report:
   """Compiles steps of a configuration for a topology, without its data.
 
   A fitted vocabulary has `data.tokenizer.vocab_size` entries; one that follows from a text, such
@@ -54,13 +118,6 @@ def compile_steps(
     segments: the number of segments in a batch's longest row, for boundaries that follow from the
       tokens; 0 stands for the window.
     run: the folder of a run with the vocabulary, if there is one.
-
-  Returns:
-    {"devices", "memory_gib", "batch_size", "parameters", "parts": {part: parameters},
-    "steps": {step: {name: value}}}, of each device: "operations" (of matrix products),
-    "compile_seconds", "arguments_gib", "temporary_gib", "needed_gib", "fits",
-    "collectives" and "custom_calls" ({name: count}). A program that the compiler refuses because
-    of its memory has "operations", "needed_gib", "fits" and "refused" only.
 
   Raises:
     ValueError: a setting or the topology is wrong, or the compiler is not installed.
@@ -96,17 +153,22 @@ def largest_batch(config: ConfigDict, topology: str, *, segments: int = 0, run: 
     config.train.batch_size = units * unit
     return _measure(_Programs(config, chips, segments).train(), device.memory)["fits"]
 
-  low, high = 0, 1
+  low = 0
+  high = 1
   while fits(high):
-    low, high = high, 2 * high
+    low = high
+    high = 2 * high
   while high - low > max(1, low // 16):
     middle = (low + high) // 2
-    low, high = (middle, high) if fits(middle) else (low, middle)
+    if fits(middle):
+      low = middle
+    else:
+      high = middle
   return low * unit
 
 
 def count_operations(jaxpr: Any) -> int:
-  """Counts the operations of a program's matrix products.
+  """Counts the operations of the matrix products of a `jax.extend.core.Jaxpr`.
 
   A product of [p, q] and [q, r] takes p q r multiplications and as many additions. A loop counts
   all of its iterations, or one if their number is unknown; of branches, the largest counts.
@@ -126,14 +188,17 @@ def count_operations(jaxpr: Any) -> int:
   return total
 
 
-# A jitted function, its abstract arguments, and its keyword arguments.
-_Program = tuple[Callable[..., Any], tuple, dict[str, Any]]
+class _Program(NamedTuple):
+  """A traced step, and the number of devices that run it."""
+
+  traced: "jax.stages.Traced"
+  num_chips: int
 
 
 class _Programs:
   """The steps of a configuration, by name, and the numbers of parameters by part."""
 
-  def __init__(self, config: ConfigDict, chips: Sequence[Any], segments: int):
+  def __init__(self, config: ConfigDict, chips: Sequence, segments: int):
     import jax
 
     from dpjax.models import build
@@ -143,7 +208,8 @@ class _Programs:
 
     rules.check(config)
     sharding.check_rows(config.train.batch_size, config.train.grad_accum_steps, len(chips))
-    self._config, self._mesh = config, sharding.make_mesh(chips)
+    self._config = config
+    self._mesh = sharding.make_mesh(chips)
     self._one_chip = sharding.make_mesh(chips[:1])
     frozen = load(config.model.boundaries.run).model if run_files.needs_run(config) else None
     self._model = build.make_model(config, None, frozen)
@@ -162,7 +228,8 @@ class _Programs:
     settings = self._config.train
     step = self._trainer.jit_step(self._mesh)
     batch = self._batch(settings.batch_size, settings.window)
-    return step, (self._state, batch), {"capacity": self._capacity(batch)}
+    traced = step.trace(self._state, batch, capacity=self._capacity(batch))
+    return _Program(traced, self._mesh.size)
 
   def evaluate(self) -> _Program:
     from dpjax.training.evaluation import jit_eval_step
@@ -171,14 +238,18 @@ class _Programs:
     step = jit_eval_step(self._model, self._mesh, self._trainer.objective)
     rows = -(-settings.batch_size // self._mesh.size) * self._mesh.size
     batch = self._batch(rows, settings.window)
-    return step, (self._state.scored, batch, np.int32(0)), {"capacity": self._capacity(batch)}
+    traced = step.trace(self._state.scored, batch, np.int32(0), capacity=self._capacity(batch))
+    return _Program(traced, self._mesh.size)
 
   def generate(self) -> _Program:
     import jax
     import jax.numpy as jnp
 
-    model, rows = self._model, self._config.eval.batch_size
-    params, cache, length = self._state.params, None, self._config.model.max_length
+    model = self._model
+    rows = self._config.eval.batch_size
+    params = self._state.params
+    cache = None
+    length = self._config.model.max_length
     if model.has_cache:
       params = jax.eval_shape(model.unstack, params)
       cache = jax.eval_shape(lambda: model.init_cache(rows))
@@ -194,15 +265,15 @@ class _Programs:
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     noise = jax.ShapeDtypeStruct((rows, length), jnp.float32)
     arguments = _sharded((params, cache, tokens, noise), self._one_chip, None)
-    return jax.jit(add_token, donate_argnums=1), arguments, {}
+    return _Program(jax.jit(add_token, donate_argnums=1).trace(*arguments), num_chips=1)
 
-  def _batch(self, rows: int, window: int) -> dict[str, Any]:
+  def _batch(self, rows: int, window: int) -> dict[str, "jax.ShapeDtypeStruct"]:
     import jax
 
     from dpjax.training import sharding
 
     shape = rows, window or self._config.model.max_length
-    dtypes = dict(tokens="int32", targets="int32", weights="float32")
+    dtypes = {"tokens": "int32", "targets": "int32", "weights": "float32"}
     if any(boundaries.text_boundaries for boundaries in self._boundaries):
       dtypes["boundaries"] = "int32"
     if self._config.data.isolate_documents:
@@ -210,13 +281,14 @@ class _Programs:
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
     return _sharded(batch, self._mesh, sharding.AXIS)
 
-  def _capacity(self, batch: Mapping[str, Any]) -> int | None:
+  def _capacity(self, batch: Mapping[str, "jax.ShapeDtypeStruct"]) -> int | None:
     """The capacity of a batch whose longest row has `segments`, if training would count them."""
     if not self._segments or not self._boundaries or "document_starts" in batch:
       return None
     from dpjax.models import build
 
-    shape, boundaries = batch["tokens"].shape, self._boundaries[0]
+    shape = batch["tokens"].shape
+    boundaries = self._boundaries[0]
     if boundaries.count_segments(np.zeros(shape, np.int32)) is None:
       return None
     return build.capacity_for(boundaries, shape[1], min(self._segments, shape[1]))
@@ -226,10 +298,12 @@ def _part(name: str) -> str:
   """The part of a model that a parameter belongs to: "layers.mixer", "first.norms", "logits"."""
   name = re.sub(r"^hourglass\.|period\.place_\d+\.|layer_\d+\.", "", name)
   match = re.match(r"(.*?)(mixer|feed_forward|boundary_predictor)(_norm)?\.", name)
-  return match[1] + ("norms" if match[3] else match[2]) if match else name.partition(".")[0]
+  if not match:
+    return name.partition(".")[0]
+  return match[1] + ("norms" if match[3] else match[2])
 
 
-def _sharded(arrays: Any, mesh: Any, axis: str | None) -> Any:
+def _sharded(arrays: Tree, mesh: "Mesh", axis: str | None) -> Tree:
   """Abstract arrays on a mesh, with their first axis divided."""
   import jax
   from jax.sharding import NamedSharding, PartitionSpec
@@ -238,16 +312,14 @@ def _sharded(arrays: Any, mesh: Any, axis: str | None) -> Any:
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), arrays)
 
 
-def _measure(program: _Program, capacity: int) -> dict[str, Any]:
-  """Compiles a program; returns what it needs on each device with `capacity` bytes of memory."""
+def _measure(program: _Program, memory: int) -> Compiled | Refused:
+  """Compiles a program; returns what it needs on each device, which has `memory` bytes."""
   import jax
   from jax.interpreters import partial_eval
 
-  function, arguments, options = program
-  traced = function.trace(*arguments, **options)
-  num_chips = jax.tree.leaves(arguments)[0].sharding.mesh.size
+  traced = program.traced
   jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))
-  result: dict[str, Any] = {"operations": count_operations(jaxpr) / num_chips}
+  operations = count_operations(jaxpr) / program.num_chips
   start = time.perf_counter()
   try:
     compiled = traced.lower().compile()
@@ -258,16 +330,20 @@ def _measure(program: _Program, capacity: int) -> dict[str, Any]:
     match = re.search(r"(?:Used |\()([\d.]+)([KMGT])\)? (?:of|exceeds)", str(error))
     in_gib = dict(zip("KMGT", (2**-20, 2**-10, 1, 2**10), strict=True))
     needed = float(match[1]) * in_gib[match[2]] if match else math.inf
-    return result | {"needed_gib": needed, "fits": False, "refused": str(error).splitlines()[0]}
-  memory, text = compiled.memory_analysis(), compiled.as_text()
-  needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-  needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
-  return result | {
+    refused = str(error).splitlines()[0]
+    return {"operations": operations, "needed_gib": needed, "fits": False, "refused": refused}
+  sizes = compiled.memory_analysis()
+  assert sizes is not None  # CPUs, GPUs and TPUs have it.
+  text = compiled.as_text() or ""
+  needed = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes
+  needed += sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+  return {
+    "operations": operations,
     "compile_seconds": time.perf_counter() - start,
-    "arguments_gib": memory.argument_size_in_bytes / 2**30,
-    "temporary_gib": memory.temp_size_in_bytes / 2**30,
+    "arguments_gib": sizes.argument_size_in_bytes / 2**30,
+    "temporary_gib": sizes.temp_size_in_bytes / 2**30,
     "needed_gib": needed / 2**30,
-    "fits": needed <= capacity,
+    "fits": needed <= memory,
     "collectives": dict(collections.Counter(_COLLECTIVE.findall(text))),
     "custom_calls": dict(collections.Counter(re.findall(r'custom_call_target="([^"]+)"', text))),
   }
@@ -279,7 +355,8 @@ def _with_vocabulary(config: ConfigDict, run: str = "") -> ConfigDict:
   from dpjax.runs import run_files
   from dpjax.text.tokenizer import load_tokenizer
 
-  config, section = config.copy_and_resolve_references(), config.data.tokenizer
+  config = config.copy_and_resolve_references()
+  section = config.data.tokenizer
   size = config.model.vocab_size or _VOCAB_SIZES.get(section.file, 0)
   source = run or section.file or config.train.init_from
   if not size and source and (tokenizer := load_tokenizer(run_files.find(source))):
@@ -303,21 +380,25 @@ def _size(gib: float) -> str:
   return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 2**10:.1f} MiB"
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: Report) -> str:
   """The result of `compile_steps` as text."""
   heads = ["", "compiled in", "arguments", "temporary", "needed", "operations"]
-  rows, notes = [], []
+  rows = []
+  notes = []
   for name, step in result["steps"].items():
-    seconds, sizes = "-", ("-", "-")
     if "refused" in step:
+      cells = ["-", "-", "-"]
       notes.append(f"{name}: the compiler refused it ({step['refused']})")
     else:
-      seconds = f"{step['compile_seconds']:.1f} s"
-      sizes = _size(step["arguments_gib"]), _size(step["temporary_gib"])
+      cells = [
+        f"{step['compile_seconds']:.1f} s",
+        _size(step["arguments_gib"]),
+        _size(step["temporary_gib"]),
+      ]
       notes += [f"{name}: {count} {operation}" for operation, count in step["collectives"].items()]
       notes += [f"{name}: {n} calls of {target}" for target, n in step["custom_calls"].items()]
     tflop = f"{step['operations'] / 1e12:.3f} Tflop"
-    rows.append([name, seconds, *sizes, _size(step["needed_gib"]), tflop])
+    rows.append([name, *cells, _size(step["needed_gib"]), tflop])
   memory = result["memory_gib"]
   worst = max(step["needed_gib"] for step in result["steps"].values())
   if all(step["fits"] for step in result["steps"].values()):

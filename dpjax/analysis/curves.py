@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,12 +20,22 @@ from dpjax.errors import UserError
 
 # Reporting and computation: they name runs only if nothing else differs, and need no note.
 REPORTING = (
-  *("model.vocab_size", "model.scan_layers", "model.remat", "train.param_sharding"),
-  *("train.num_steps", "train.num_epochs", "train.log_every_steps"),
-  *("train.eval_every_steps", "train.eval_every_epochs"),
-  *("train.checkpoint_every_steps", "train.max_to_keep"),
+  "model.vocab_size",
+  "model.scan_layers",
+  "model.remat",
+  "train.param_sharding",
+  "train.num_steps",
+  "train.num_epochs",
+  "train.log_every_steps",
+  "train.eval_every_steps",
+  "train.eval_every_epochs",
+  "train.checkpoint_every_steps",
+  "train.max_to_keep",
 )
 _MAX_IN_A_NAME = 3
+Settings = Mapping[str, Any]  # of a run, as in its JSON
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class Record(NamedTuple):
@@ -41,7 +51,7 @@ class Record(NamedTuple):
   """
 
   folder: str
-  config: Mapping[str, Any]
+  config: Settings
   losses: np.ndarray
   scores: Mapping[str, Mapping[int, float]]
   label: str = ""
@@ -98,7 +108,8 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
   for line in lines:
     try:
       content = json.loads(line)
-      step, split = operator.index(content["step"]), content["split"]
+      step = operator.index(content["step"])
+      split = content["split"]
     except (ValueError, TypeError, KeyError):
       continue
     for name, value in content.items():
@@ -107,7 +118,7 @@ def read_scores(workdir: str | Path) -> dict[str, dict[int, float]]:
   return scores
 
 
-def mixer_name(config: Mapping[str, Any]) -> str:
+def mixer_name(config: Settings) -> str:
   """The name of a run's token mixers, and how they differ from their default form.
 
     >>> mixer_name({"model": {"mixer": {"name": "attention", "num_heads": 32}}})
@@ -127,16 +138,19 @@ def mixer_name(config: Mapping[str, Any]) -> str:
   return " + ".join(f"{count} x {name}" if count > 1 else name for name, count in runs)
 
 
-def _mixer_name(mixer: Mapping[str, Any]) -> str:
+def _mixer_name(mixer: Settings) -> str:
   name: str = mixer["name"]
   if name in ("she", "he", "we", "me"):
-    parts = ("adjustment", "output_projection")
-    without = [f"no {part.replace('_', ' ')}" for part in parts if mixer.get(part) is False]
-    return ", ".join([name.upper(), *(without if len(without) < 2 else ["extraction alone"])])
+    missing = [part for part in ("adjustment", "output_projection") if mixer.get(part) is False]
+    if len(missing) == 2:
+      return f"{name.upper()}, extraction alone"
+    return ", ".join([name.upper(), *(f"no {part.replace('_', ' ')}" for part in missing)])
   heads = mixer.get("num_heads")
-  count = [f"{heads} head{'s' * (heads != 1)}"] if heads else []
-  names = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
-  return ", ".join([names.get(name, name), *(count if heads != 1 or name == "attention" else [])])
+  titles = {"dispatcher": "Dispatcher", "dispatcher_multihead": "multi-head Dispatcher"}
+  title = titles.get(name, name)
+  if not heads or (heads == 1 and name != "attention"):
+    return title
+  return f"{title}, 1 head" if heads == 1 else f"{title}, {heads} heads"
 
 
 def names(runs: Sequence[Record], seeds: bool = True) -> list[str]:
@@ -183,7 +197,8 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   The seed, settings and sections `allowed` to differ, such as "model.mixer", and `REPORTING` are
   left out.
   """
-  labels, sentences = names(runs), []
+  labels = names(runs)
+  sentences = []
   texts = group([run.text for run in runs], labels)
   if len(texts.keys() - {""}) > 1:
     parts = [f"{text} for {'; '.join(names)}" for text, names in texts.items() if text]
@@ -202,7 +217,7 @@ def notes(runs: Sequence[Record], allowed: Sequence[str] = ()) -> list[str]:
   return sentences
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differences(configs: Sequence[Settings]) -> dict[str, list[object]]:
   """The settings in which runs differ, with the value in each run; None if a run lacks it."""
   from dpjax.config import sections
 
@@ -210,7 +225,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
   compared = ("seed", "model", "data", "train")
   keys = sorted({key for config in flat for key in config if within(key, compared)})
   keys.sort(key=lambda key: compared.index(key.partition(".")[0]))
-  columns = {key: [config.get(key) for config in flat] for key in keys}
+  columns: dict[str, list[object]] = {key: [config.get(key) for config in flat] for key in keys}
   return {key: column for key, column in columns.items() if len({*map(json.dumps, column)}) > 1}
 
 
@@ -240,7 +255,8 @@ def last_median(losses: np.ndarray, every: int) -> float:
 def cost_table(runs: Sequence[Record], every: int) -> str:
   """A table of medians: a line for each run, a column for each window of `every` updates."""
   columns = [medians(run.losses, every) for run in runs]
-  count, rows = max(map(len, columns)), []
+  count = max(len(column) for column in columns)
+  rows = []
   for name, run, column in zip(names(runs), runs, columns, strict=True):
     missing = [""] * (count - len(column))
     rows.append([name, *map(_cell, column), *missing, _cell(last_median(run.losses, every))])
@@ -252,7 +268,8 @@ def cost_table(runs: Sequence[Record], every: int) -> str:
 def score_table(runs: Sequence[Record], every: int, metric: str | None) -> str:
   """A table of a metric, such as "valid/perplexity", beside the last costs: a line for each run."""
   title = f"Median cost of the last {every} batches, nats per token"
-  heads, rows = ["", "batches", "cost"], []
+  heads = ["", "batches", "cost"]
+  rows = []
   if metric:
     title += f"; {metric}"
     heads += ["last", "lowest", "at batch"]
@@ -269,9 +286,9 @@ def _cell(value: float) -> str:
   return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
-def setting(config: Mapping[str, Any], key: str) -> Any:
+def setting(config: Settings, key: str) -> Any:
   """The value of a dotted key; None if it is missing."""
-  value: Any = config
+  value = config
   for part in key.split("."):
     value = value.get(part) if isinstance(value, Mapping) else None
   return value
@@ -282,15 +299,15 @@ def within(key: str, sections: Sequence[str]) -> bool:
   return f"{key}.".startswith(tuple(f"{section}." for section in sections))
 
 
-def group(keys: Iterable[Any], values: Sequence[Any]) -> dict[Any, list[Any]]:
+def group(keys: Iterable[Key], values: Sequence[Value]) -> dict[Key, list[Value]]:
   """Groups values by key, in order."""
-  groups: dict[Any, list[Any]] = {}
+  groups: dict[Key, list[Value]] = {}
   for key, value in zip(keys, values, strict=True):
     groups.setdefault(key, []).append(value)
   return groups
 
 
-def _describe(key: str, value: Any) -> str:
+def _describe(key: str, value: object) -> str:
   """A setting for a legend: "learning rate 0.1", "boundaries gumbel"."""
   name = (key.partition(".")[2] or key).removesuffix(".name")
   name = re.sub(r"^mixer\.(?!\d)", "", name)

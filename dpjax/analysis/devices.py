@@ -11,7 +11,6 @@ Memory sizes are those of the manufacturers' data sheets.
 import dataclasses
 import importlib.util
 import os
-from typing import Any
 
 from dpjax.errors import UserError
 
@@ -85,13 +84,14 @@ def prepare() -> None:
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     **NO_TPU,
   }
-  flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_autotune_level=0"
+  flags = os.environ.get("XLA_FLAGS", "")
+  flag = "--xla_gpu_autotune_level=0"
   if flag not in flags:  # XLA otherwise times a GPU's kernels to choose among them.
     os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
-def find(topology: str) -> tuple[Device, list[Any]]:
-  """The device type of a topology, and its devices for `dpjax.training.sharding.make_mesh`.
+def find(topology: str) -> tuple[Device, list]:
+  """The device type of a topology, and its `jax.Device`s for `dpjax.training.sharding.make_mesh`.
 
   Raises:
     UserError: the topology is unknown, or its compiler is not installed.
@@ -122,8 +122,10 @@ def find(topology: str) -> tuple[Device, list[Any]]:
       # The smallest topology of some TPUs is a tray of four chips.
       tray = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:{shape or '2x2'}")
       return device, list(tray.devices)[: None if shape else 1]
-    sizes = dict(target_config=device.target, topology=f"1x1x{int(shape or 1)}")
-    return device, list(topologies.get_topology_desc(platform="cuda", **sizes).devices)
+    machine = topologies.get_topology_desc(
+      platform="cuda", target_config=device.target, topology=f"1x1x{int(shape or 1)}"
+    )
+    return device, list(machine.devices)
   except (RuntimeError, ValueError, NotImplementedError) as error:
     expected = "a topology that the compiler supports"
     raise UserError(f"--topology: expected {expected}, got {topology} ({error})") from error

@@ -21,13 +21,29 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 if TYPE_CHECKING:
-  from dpjax.analysis.reading import Segmentation
+  from dpjax.analysis.reading import Layer, Segmentation
   from dpjax.runs import Run
+
+
+class _Image(TypedDict):
+  """A matrix of weights: a PNG in base 64, and the largest weight of each row."""
+
+  name: str
+  png: str
+  largest: list[float]
+
+
+class _Images(TypedDict):
+  """The images of a layer."""
+
+  name: str
+  images: list[_Image]
+
 
 # The tokens in a matrix, and whether each head has its own: the first that fits into a page.
 _SIZES = (
@@ -63,7 +79,7 @@ def look(runs: "Run | Sequence[Run]", text: str) -> Page:
   """
   from dpjax.analysis import reading
 
-  several: Any = runs if isinstance(runs, Sequence) else [runs]
+  several = runs if isinstance(runs, Sequence) else [runs]
   return write(several, text, [reading.segment(run, text) for run in several])
 
 
@@ -83,7 +99,7 @@ def write(runs: Sequence["Run"], text: str, segmentations: Sequence["Segmentatio
   return Page(template.replace("{content}", json.dumps(content).replace("<", "\\u003c")))
 
 
-def _describe(run: "Run", segmentation: "Segmentation", layers: list[dict]) -> dict[str, Any]:
+def _describe(run: "Run", segmentation: "Segmentation", layers: list[_Images]) -> dict[str, object]:
   """A run as JSON."""
   import jax
 
@@ -118,16 +134,16 @@ def _numbers(values: np.ndarray) -> list[float | None]:
   return [round(x, 6) if np.isfinite(x) else None for x in values.tolist()]
 
 
-def _images(layer: Any, size: int, has_heads: bool) -> dict[str, Any]:
+def _images(layer: "Layer", size: int, has_heads: bool) -> _Images:
   """The mean over heads of a layer's weights as an image, and with `has_heads` each head's."""
   weights = layer.weights[:, :size, :size]
   images = {"mean of heads" if len(weights) > 1 else "all": weights.mean(axis=0)}
   if has_heads and len(weights) > 1:
     images |= {f"head {head}": x for head, x in enumerate(weights, 1)}
-  return {"name": layer.name, "images": [{"name": name, **_image(x)} for name, x in images.items()]}
+  return {"name": layer.name, "images": [_image(name, x) for name, x in images.items()]}
 
 
-def _image(weights: np.ndarray) -> dict[str, Any]:
+def _image(name: str, weights: np.ndarray) -> _Image:
   """[T, T] as an 8-bit PNG, scaled so that each row's largest weight is 255, and these weights."""
   largest = weights.max(axis=1, initial=0)
   rows = np.round(255 * weights / np.maximum(largest, 1e-30)[:, None]).astype(np.uint8)
@@ -139,6 +155,7 @@ def _image(weights: np.ndarray) -> dict[str, Any]:
   pixels = zlib.compress(np.pad(rows, ((0, 0), (1, 0))).tobytes(), 9)  # each row's filter
   png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR" + header) + chunk(b"IDAT" + pixels) + chunk(b"IEND")
   return {
+    "name": name,
     "png": base64.b64encode(png).decode(),
     "largest": [float(f"{x:.3g}") for x in np.nan_to_num(largest)],
   }

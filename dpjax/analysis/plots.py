@@ -89,9 +89,15 @@ def lay_out(
   """Draws panels side by side, or one below the other in a narrow figure, over one legend."""
   from matplotlib.figure import Figure
 
-  is_narrow = width < _NARROW
-  shape, font_size = ((len(panels), 1), 8) if is_narrow else ((1, len(panels)), 10)
-  height, letter = width * (0.6 if is_narrow else 5 / 9), 0.0083 * font_size  # inches
+  if width < _NARROW:
+    shape = (len(panels), 1)
+    font_size = 8
+    height = width * 0.6  # inches
+  else:
+    shape = (1, len(panels))
+    font_size = 10
+    height = width * (5 / 9)
+  letter = 0.0083 * font_size  # inches
   with style.applied(font_size):
     canvas = Figure(figsize=(width, height * shape[0]), layout="constrained")
     for axes, draw_panel in zip(canvas.subplots(*shape, squeeze=False).flat, panels, strict=True):
@@ -136,13 +142,14 @@ def draw_lines(
     if not x:
       continue
     y = np.array([[values[at] for at in x] for values in lines])
-    mean, line = y.mean(axis=0), style.line(i)
+    mean = y.mean(axis=0)
+    line = style.line(i)
     if len(group) > 1:
       name += f", {len(group)} seeds"
       band = y.std(axis=0, ddof=1)
       axes.fill_between(x, mean - band, mean + band, color=line["color"], alpha=0.2, linewidth=0)
-    markers: dict[str, Any] = {"marker": "."} if len(x) <= 50 else {}
-    axes.plot(x, mean, label=name, **{**line, **markers, **look})
+    marker = "." if len(x) <= 50 else "none"
+    axes.plot(x, mean, label=name, **{**line, "marker": marker, **look})
   axes.set(xlabel="batch", ylabel=label)
 
 
@@ -173,7 +180,8 @@ def default_every(runs: Sequence[Record]) -> int:
 def write(figure: "Figure", path: str | Path) -> None:
   """Writes a figure in the format given by the file's suffix, one of `SUFFIXES`."""
   check_suffix(path)
-  content, dpi = io.BytesIO(), 300 if figure.get_figwidth() < _NARROW else 150
+  content = io.BytesIO()
+  dpi = 300 if figure.get_figwidth() < _NARROW else 150
   figure.savefig(content, format=Path(path).suffix[1:], dpi=dpi)
   files.write_file(Path(path), content.getvalue())
 

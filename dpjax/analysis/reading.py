@@ -6,8 +6,7 @@ T token, H head.
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,11 +17,12 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.attention import RelativeAttention, SelfAttention
+from dpjax.layers.boundaries import Boundaries
 from dpjax.layers.extractors import ME
 from dpjax.layers.short_convolution import ShortConvolution
-from dpjax.models.language_model import LanguageModel
+from dpjax.models.language_model import LanguageModel, LanguageModelOutput
 from dpjax.models.stack import Stack
-from dpjax.text.tokenizer import TextStream
+from dpjax.text.tokenizer import TextStream, Tokenizer
 from dpjax.training import evaluation, losses
 
 if TYPE_CHECKING:
@@ -91,52 +91,83 @@ class Layer(NamedTuple):
 
 
 class _Objective(losses.Objective):
-  """An objective that also keeps the numbers of each token."""
+  """An objective whose sums also have numbers of each token, [B, T], with names "read/...".
 
-  def sums(self, output, batch, output_layer: Any = None, *args, **kwargs) -> Any:
-    sums = super().sums(output, batch, output_layer, *args, **kwargs)
-    layer: Any = None if any(module.reads_logits for module in self.boundaries) else output_layer
-    one = jnp.ones((1, 1), jnp.float32)
+  Those of stage i are "ends_i" and "probabilities_i", [B, S], by the stage's own positions.
+  """
 
-    def nats(x_d, target):
-      x_btd, target_bt = x_d[None, None], target[None, None]
-      if layer is None:
-        return losses.cross_entropy(x_btd, target_bt, one)[0]
-      kernel, bias = layer
-      return losses.output_nats(x_btd, kernel, bias, target_bt, one)
-
-    rows = output.logits if layer is None else output.hidden, batch["targets"]
-    reads = {"nats": jax.lax.map(lambda row: jax.vmap(nats)(*row), rows)}
-    targets = None
-    if self.boundaries:
-      _, targets = self.boundaries[0].loss(output, {**batch, "boundary_share": jnp.float32(0)})
-    reads |= {"entropies": ops.conditional_entropy(output.logits), "targets": targets}
-    reads["stages"], stage = [], output
-    while self.boundaries and stage is not None:
-      chances, logits = stage.boundary_probabilities, stage.boundary_logits
-      chances = chances if logits is None else jax.nn.sigmoid(logits.astype(jnp.float32))
-      reads["stages"].append((stage.boundaries.astype(jnp.float32) > 0.5, chances))
+  def sums(
+    self,
+    output: LanguageModelOutput,
+    batch: Mapping[str, jax.Array],
+    output_layer: tuple[jax.Array, jax.Array | None] | None = None,
+    counts: Mapping[str, jax.Array] | None = None,
+    scores_starts: bool = False,
+  ) -> dict[str, jax.Array]:
+    sums = super().sums(output, batch, output_layer, counts, scores_starts)
+    if any(module.reads_logits for module in self.boundaries):
+      output_layer = None
+    sums["read/nats"] = _nats(output, batch["targets"], output_layer)
+    sums["read/entropies"] = ops.conditional_entropy(output.logits)
+    if not self.boundaries:
+      return sums
+    _, targets = self.boundaries[0].loss(output, {**batch, "boundary_share": jnp.float32(0)})
+    if targets is not None:
+      sums["read/targets"] = targets
+    stage = output
+    for i in range(len(self.boundaries)):
+      assert stage.boundaries is not None
+      probabilities = stage.boundary_probabilities
+      if stage.boundary_logits is not None:
+        probabilities = jax.nn.sigmoid(stage.boundary_logits.astype(jnp.float32))
+      if probabilities is not None:
+        sums[f"read/probabilities_{i}"] = probabilities
+      sums[f"read/ends_{i}"] = stage.boundaries.astype(jnp.float32) > 0.5
       stage = stage.inner
-    return {"sums": sums, "reads": reads}
+    return sums
 
 
+def _nats(
+  output: LanguageModelOutput,
+  targets_bt: jax.Array,
+  output_layer: tuple[jax.Array, jax.Array | None] | None,
+) -> jax.Array:
+  """[B, T], the nats of each target, rounded as in the sums of an objective."""
+  one = jnp.ones((1, 1), jnp.float32)
+
+  def nats(x_d, target):
+    x_btd = x_d[None, None]
+    target_bt = target[None, None]
+    if output_layer is None:
+      return losses.cross_entropy(x_btd, target_bt, one)[0]
+    kernel, bias = output_layer
+    return losses.output_nats(x_btd, kernel, bias, target_bt, one)
+
+  rows = output.logits if output_layer is None else output.hidden
+  return jax.lax.map(lambda row: jax.vmap(nats)(*row), (rows, targets_bt))
+
+
+@dataclasses.dataclass(frozen=True)
 class _Scorer(evaluation.Scorer):
-  """A scorer that keeps what it reads, window by window."""
+  """A scorer that also keeps the numbers of each token, by row."""
+
+  rows: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)
 
   @cached_property
-  def windows(self) -> list[tuple[Any, Any]]:
-    return []
+  def step(self) -> Callable[..., dict[str, jax.Array]]:
+    modules = self.objective.boundaries
+    step = evaluation.jit_eval_step(self.model, self.mesh, _Objective(modules))
 
-  @cached_property
-  def step(self):
-    step = evaluation.jit_eval_step(self.model, self.mesh, _Objective(self.objective.boundaries))
+    def read(params, batch, index, capacity=None) -> dict[str, jax.Array]:
+      sums = step(params, batch, index, capacity=capacity)
+      reads = {name: sums.pop(name) for name in list(sums) if name.startswith("read/")}
+      weights_bt, reads = jax.device_get((batch["weights"], reads))
+      for b, weights in enumerate(weights_bt):
+        row = _by_position({name.removeprefix("read/"): x[b] for name, x in reads.items()}, modules)
+        self.rows.append({name: x[weights > 0] for name, x in row.items()})
+      return sums
 
-    def run(params, batch, index, **options) -> Any:
-      result = step(params, batch, index, **options)
-      self.windows.append(jax.device_get((batch["weights"], result["reads"])))
-      return result["sums"]
-
-    return run
+    return read
 
 
 def segment(run: "Run", text: str) -> Segmentation:
@@ -150,44 +181,54 @@ def segment(run: "Run", text: str) -> Segmentation:
   tokens = run.tokenizer.encode(text)
   if not 1 <= len(tokens) <= MAX_TOKENS:
     raise UserError(f"text: expected 1 to {MAX_TOKENS:,} tokens, got {len(tokens):,}")
-  scorer = run.scorer
-  fields: Any = {field.name: getattr(scorer, field.name) for field in dataclasses.fields(scorer)}
-  # Random draws depend on the rows of a batch.
-  draws = any(module.samples_in_eval for module in scorer.objective.boundaries)
-  if not draws:
-    fields["settings"] = dataclasses.replace(scorer.settings, batch_size=1)
-  scorer = _Scorer(**fields)
+  base = run.scorer
+  modules = base.objective.boundaries
+  settings = base.settings
+  if not any(module.samples_in_eval for module in modules):
+    settings = dataclasses.replace(settings, batch_size=1)  # Draws depend on the rows of a batch.
+  scorer = _Scorer(
+    base.model, base.objective, base.tokenizer, settings, base.max_length, base.pad_id
+  )
   run = dataclasses.replace(run)
   run.scorer = scorer
-  scores, rows = run.score(text), []
-  for weights_bt, reads in scorer.windows:
-    for b, weights in enumerate(weights_bt):
-      row = jax.tree.map(lambda x, b=b: x[b], reads)
-      row["stages"] = _stages(row["stages"], scorer.objective.boundaries)
-      rows.append(jax.tree.map(lambda x, is_scored=weights > 0: x[is_scored], row))
-  reads = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
-  targets = None if reads["targets"] is None else reads["targets"] > 0.5
-  stages = tuple(Stage(*stage) for stage in reads["stages"])
-  pieces = split(run.tokenizer, tokens)
-  return Segmentation(pieces, reads["nats"], reads["entropies"], stages, targets, scores)
+  scores = run.score(text)
+  rows = scorer.rows
+  reads = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+  return Segmentation(
+    pieces=split(run.tokenizer, tokens),
+    surprisals=reads["nats"],
+    entropies=reads["entropies"],
+    stages=tuple(
+      Stage(reads[f"ends_{i}"], reads.get(f"probabilities_{i}")) for i in range(len(modules))
+    ),
+    targets=reads["targets"] > 0.5 if "targets" in reads else None,
+    scores=scores,
+  )
 
 
-def _stages(stages: list[tuple], modules: Any) -> list[tuple]:
-  """The stages of a row, each by the row's positions."""
-  result = stages[:1]
-  last = np.flatnonzero(stages[0][0]) if stages else np.zeros(0, int)  # each segment's last token
-  for outer, (ends, chances) in zip(modules, stages[1:], strict=False):
-    last = np.append([-1] * outer.has_null_group, last).astype(int)  # -1: before the text
-    by_position = None
-    if chances is not None:
-      by_position = np.full(len(stages[0][0]), np.nan, np.float32)
-      by_position[last[last >= 0]] = chances[: len(last)][last >= 0]
-    last = last[ends[: len(last)]]
-    result.append((np.isin(np.arange(len(stages[0][0])), last), by_position))
+def _by_position(
+  row: Mapping[str, np.ndarray], modules: Sequence[Boundaries]
+) -> dict[str, np.ndarray]:
+  """The numbers of a row, with those of inner stages moved to the row's positions."""
+  result = dict(row)
+  if not modules:
+    return result
+  length = len(row["ends_0"])
+  last = np.flatnonzero(row["ends_0"])  # each segment's last token
+  for i, outer in enumerate(modules[:-1], 1):
+    if outer.has_null_group:
+      last = np.append(-1, last)  # -1: before the text
+    if f"probabilities_{i}" in row:
+      is_inside = last >= 0
+      probabilities = np.full(length, np.nan, np.float32)
+      probabilities[last[is_inside]] = row[f"probabilities_{i}"][: len(last)][is_inside]
+      result[f"probabilities_{i}"] = probabilities
+    last = last[row[f"ends_{i}"][: len(last)]]
+    result[f"ends_{i}"] = np.isin(np.arange(length), last)
   return result
 
 
-def split(tokenizer, tokens: np.ndarray) -> list[str]:
+def split(tokenizer: Tokenizer, tokens: np.ndarray) -> list[str]:
   """The text that each token adds; "" for all but the last token of a character."""
   stream = TextStream(tokenizer)
   pieces = [stream.push([i]) for i in tokens]
@@ -202,13 +243,12 @@ def render(segmentation: Segmentation) -> str:
   A · separates the tokens of a segment if some are longer than a character.
   """
   join = "·" if any(len(piece) > 1 for piece in segmentation.pieces) else ""
-  depths = sum(
-    (stage.boundaries for stage in segmentation.stages), np.zeros(len(segmentation.pieces), int)
-  )
+  depths = np.zeros(len(segmentation.pieces), int)
+  for stage in segmentation.stages:
+    depths += stage.boundaries
   pairs = zip(segmentation.pieces, depths, strict=True)
-  return "".join(visible(piece) + (depth * "|" or join) for piece, depth in pairs).removesuffix(
-    join
-  )
+  parts = [visible(piece) + (depth * "|" or join) for piece, depth in pairs]
+  return "".join(parts).removesuffix(join)
 
 
 def visible(piece: str) -> str:
@@ -234,7 +274,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
 
   The tokens follow a start token, as in an evaluation; it is left out.
   """
-  tokens, names = run.tokenizer.encode(text)[: min(max_tokens, run.window - 1)], []
+  tokens = run.tokenizer.encode(text)[: min(max_tokens, run.window - 1)]
   if not isinstance(run.model, LanguageModel) or not len(tokens):
     return []
 
@@ -242,12 +282,13 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     stack = context.module
     if not isinstance(stack, Stack) or context.method_name != "__call__":
       return call(*args, **kwargs)
-    x_btd, blocks = stack.cast_residual(args[0]), stack.unbind()[0].blocks
+    x_btd = stack.cast_residual(args[0])
+    blocks = stack.unbind()[0].blocks
     positions = kwargs.get("positions")
     for i, params in stack.unstack(stack.variables["params"]).items():
       block = blocks[int(i) % len(blocks)]
       shares = positions is not None and hasattr(block.mixer, "make_positions")
-      options: Any = {"positions": positions} if shares else {}
+      options: dict[str, Any] = {"positions": positions} if shares else {}
       mixer_inputs = []
 
       def keep(call, args, kwargs, context, inputs=mixer_inputs):
@@ -256,27 +297,32 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
         return call(*args, **kwargs)
 
       with nn.intercept_methods(keep):
-        output: Any = block.apply({"params": params}, x_btd, mutable="intermediates", **options)
-      x_btd, sown = output
-      seen: Any = sown.get("intermediates", {}).get("mixer", {})
+        x_btd, sown = block.apply({"params": params}, x_btd, mutable=["intermediates"], **options)
+      intermediates = sown.get("intermediates") or {}
+      seen = intermediates.get("mixer", {})
       weights = _weights(block.mixer, params.get("mixer", {}), mixer_inputs[0], seen, options)
       if weights is not None:
         path = [name for name in stack.path if name not in ("hourglass", "layers")]
         mixer = type(block.mixer).__name__
-        names.append((" ".join([*path, str(int(i) + 1), mixer]), path.count("middle")))
+        names.append(" ".join([*path, str(int(i) + 1), mixer]))
+        depths.append(path.count("middle"))
         matrices.append(weights)
     return x_btd
 
-  matrices: list[Any] = []
+  # Filled while `read` is traced.
+  names: list[str] = []
+  depths: list[int] = []  # of each layer, in how many stages of pooling it is
+  matrices: list[jax.Array] = []
 
   def read(params, tokens_bt):
-    matrices.clear()
     names.clear()
+    depths.clear()
+    matrices.clear()
     with nn.intercept_methods(unroll):
       rngs = {"dropout": jax.random.key(0)}  # for boundaries that are drawn in evaluation
-      output: Any = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
-    ends, stage = [], output if run.model.hourglass is not None else None
-    while stage is not None:
+      stage = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
+    ends = []
+    for _ in run.scorer.objective.boundaries:
       ends.append(stage.boundaries[0].astype(jnp.float32) > 0.5)
       stage = stage.inner
     return [*matrices], ends
@@ -286,12 +332,13 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
   position = np.arange(inputs.size)
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
   for end, module in zip(ends, run.scorer.objective.boundaries, strict=True):
-    closed, num_null = np.cumsum(end), int(module.has_null_group)
-    # The last segment that has ended at a position, and the one that it is in.
-    maps = closed + num_null - 1, closed - end + num_null
-    units.append((_take(maps[0], units[-1][0]), _take(maps[1], units[-1][1])))
+    num_null = 1 if module.has_null_group else 0
+    last_closed = np.cumsum(end) + num_null - 1  # the last segment that has ended at a position
+    current = np.cumsum(end) - end + num_null  # the segment that a position is in
+    rows, columns = units[-1]
+    units.append((_take(last_closed, rows), _take(current, columns)))
   result = []
-  for (name, depth), weights_hts in zip(names, weights, strict=True):
+  for name, depth, weights_hts in zip(names, depths, weights, strict=True):
     rows, columns = units[depth]
     weights_hts = _take(_take(weights_hts.astype(np.float32), rows, 1), columns, 2)
     result.append(Layer(name, weights_hts[:, 1:, 1:]))
@@ -322,7 +369,8 @@ def _weights(mixer, params, x_btd, seen, options) -> jax.Array | None:
   if not isinstance(mixer, (SelfAttention, RelativeAttention)):
     return None
   # Attention to values that are rows of the identity gives its weights, E columns at a time.
-  heads, size = mixer.num_heads, x_btd.shape[2] // mixer.num_heads
+  heads = mixer.num_heads
+  size = x_btd.shape[2] // heads
   count = -(-length // size)
   identity = np.eye(count * size, dtype=np.float32)[:length].reshape(length, count, size)
   values = np.repeat(identity.swapaxes(0, 1)[:, :, None], heads, axis=2)

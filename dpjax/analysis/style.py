@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -22,28 +22,29 @@ def applied(font_size: float = 10) -> Iterator[None]:
   import matplotlib
   from matplotlib import rcsetup
 
-  settings: dict[Any, Any] = {
-    "axes.axisbelow": True,
-    "axes.formatter.limits": (-9, 9),  # No powers of ten.
-    "axes.formatter.useoffset": False,
-    "axes.grid": True,
-    "axes.prop_cycle": rcsetup.cycler(color=COLOURS),
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": "medium",
-    "font.size": font_size,
-    "grid.color": "0.88",
-    "legend.edgecolor": "none",
-    "legend.fontsize": "medium",
-    "lines.linewidth": 0.15 * font_size,
-    "lines.markersize": 0.6 * font_size,
-    "pdf.fonttype": 42,  # Publishers want TrueType.
-  }
-  with matplotlib.rc_context(settings):
+  with matplotlib.rc_context(
+    {
+      "axes.axisbelow": True,
+      "axes.formatter.limits": (-9, 9),  # No powers of ten.
+      "axes.formatter.useoffset": False,
+      "axes.grid": True,
+      "axes.prop_cycle": rcsetup.cycler(color=COLOURS),
+      "axes.spines.right": False,
+      "axes.spines.top": False,
+      "axes.titlesize": "medium",
+      "font.size": font_size,
+      "grid.color": "0.88",
+      "legend.edgecolor": "none",
+      "legend.fontsize": "medium",
+      "lines.linewidth": 0.15 * font_size,
+      "lines.markersize": 0.6 * font_size,
+      "pdf.fonttype": 42,  # Publishers want TrueType.
+    }
+  ):
     yield
 
 
-def line(i: int) -> dict[str, Any]:
+def line(i: int) -> dict[str, str]:
   """The colour and dash of line i: each colour in turn, then again with the next dash."""
   return {
     "color": COLOURS[i % len(COLOURS)],
@@ -68,13 +69,14 @@ def finish(figure: "Figure") -> None:
   Call it last, within `applied`. Ticks given as a list stay as they are.
   """
   from matplotlib import ticker
+  from matplotlib.scale import LogTransform
 
-  every_axis: list[Any] = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
-  for axis in every_axis:
+  for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
     low, high = sorted(map(abs, axis.get_view_interval()))
     locator = axis.get_major_locator()
     is_log = isinstance(locator, ticker.LogLocator)
-    if is_log and low > 0 and axis.get_transform().base == 10:
+    transform = axis.get_transform()
+    if is_log and low > 0 and isinstance(transform, LogTransform) and transform.base == 10:
       is_x = axis.axis_name == "x"  # where labels are side by side
       axis.set_minor_locator(ticker.NullLocator())
       if high < 10 * low:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str] | None = None) -> None:
   """Prints theta for the target length, or rates, as given on the command line."""
-  parser = Parser("calibrate", __doc__, uses_devices=False)
+  parser = Parser("calibrate", __doc__, is_distributed=False)
   parser.add_argument("run", metavar="RUN", type=path, help="the folder of a run")
   target = parser.add_mutually_exclusive_group(required=True)
   about = "mean length of segments, in tokens of the run"
@@ -64,7 +64,8 @@ def _calibrate(options: Namespace) -> None:
 def _rates(run: "Run", tokens: np.ndarray, window: int, unit: str) -> dict[str, str]:
   """Prints the rate of boundaries; returns the settings of flexitokens."""
   rate_b = np.asarray(calibrate.rates(run, tokens, window))
-  rate, deviation = f"{rate_b.mean():.4g}", f"{rate_b.std():.4g}"
+  rate = f"{rate_b.mean():.4g}"
+  deviation = f"{rate_b.std():.4g}"
   print(
     f"rate {rate}, with a deviation of {deviation}: boundaries for each of the {unit}, over "
     f"{len(rate_b):,} rows of {min(window, len(tokens)):,}"
@@ -79,7 +80,8 @@ def _theta(
   from dpjax import ops
 
   h_bt = calibrate.entropies(run, tokens, window)
-  rule, theta_add = options.rule, options.theta_add
+  rule = options.rule
+  theta_add = options.theta_add
   theta = f"{ops.entropy_theta(h_bt, options.factor, rule, theta_add):.6g}"
   ends = int(ops.entropy_threshold(h_bt, rule, float(theta), theta_add).sum())
   print(

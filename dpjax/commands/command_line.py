@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dpjax.commands import processes
 from dpjax.config import loading, registry
-from dpjax.errors import UserError, exit_on_user_error, unknown
+from dpjax.errors import UserError, did_you_mean, exit_on_user_error
 
 _PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
 _CONFIG = """an experiment's name or file, with :VARIANT if it has variants; or a run's folder.
@@ -30,11 +30,12 @@ class Parser(argparse.ArgumentParser):
     name: the name of the command.
     about: its description, whose line breaks are kept.
     has_config: adds --config.
-    uses_devices: adds the flags of processes and of compiled programs.
+    is_distributed: whether the command can run in several processes, one on each host. Adds the
+      flags of processes and of compiled programs; `start` joins the processes.
   """
 
   def __init__(
-    self, name: str, about: str | None, *, has_config: bool = False, uses_devices: bool = True
+    self, name: str, about: str | None, *, has_config: bool = False, is_distributed: bool = True
   ):
     super().__init__(
       f"dpjax {name}",
@@ -43,18 +44,18 @@ class Parser(argparse.ArgumentParser):
       allow_abbrev=False,
     )
     self.has_config = has_config
-    self.uses_devices = uses_devices
+    self.is_distributed = is_distributed
+    self.is_run_config = False
     if has_config:
       self.add_argument("--config", metavar="NAME", help=_CONFIG)
-    common = self.add_argument_group("of all commands")
-    about = _PLUGIN
-    common.add_argument("--plugin", metavar="MODULE", action="append", default=[], help=about)
-    common.add_argument("--flagfile", metavar="FILE", help="a file with more flags, one a line")
-    if uses_devices:
-      self._add_devices(self.add_argument_group("of all commands that train or load a model"))
+    add = self.add_argument_group("of all commands").add_argument
+    add("--plugin", metavar="MODULE", action="append", default=[], help=_PLUGIN)
+    add("--flagfile", metavar="FILE", help="a file with more flags, one a line")
+    if is_distributed:
+      self._add_processes()
 
-  def _add_devices(self, group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+  def _add_processes(self) -> None:
+    add = self.add_argument_group("of all commands that train or load a model").add_argument
     add("--compilation_cache", metavar="FOLDER", help=_CACHE)
     add("--coordinator", metavar="HOST:PORT", help="address of process 0")
     add("--num_processes", type=int, metavar="N", help="number of processes")
@@ -65,9 +66,19 @@ class Parser(argparse.ArgumentParser):
     add("--join_seconds", type=int, default=300, metavar="N", help=about)
 
   def add_run(self) -> None:
-    """Adds RUN, the folder of a run; --workdir=RUN says the same."""
+    """Adds RUN, the folder of a run; --workdir=RUN says the same. See `find_run`."""
     self.add_argument("run", metavar="RUN", nargs="?", type=path, help="the folder of a run")
     self.add_argument("--workdir", metavar="RUN", type=path, help="another way to say RUN")
+
+  def add_run_as_config(self) -> None:
+    """Adds RUN, the folder of a run with the configuration; --config=RUN says the same."""
+    about = "the folder of a run, whose configuration it takes; another way to say --config=RUN"
+    self.add_argument("run", metavar="RUN", nargs="?", type=path, help=about)
+    self.is_run_config = True
+
+  def flags(self) -> list[str]:
+    """The names of all flags, with their dashes."""
+    return re.findall(r"--[\w-]+", self.format_usage())
 
   def error(self, message: str) -> NoReturn:
     """Raises a `UserError` instead of printing the usage."""
@@ -75,24 +86,53 @@ class Parser(argparse.ArgumentParser):
     raise UserError(f"flags: {message} ({self.prog} --help lists them)")
 
   def parse(self, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments; `config` is the configuration with its changes, or None."""
+    """The arguments.
+
+    With --config, `config` is the configuration with its changes, and `experiment` what it is
+    the configuration of, an experiment or a run; None if there is none.
+    """
     words = list(_with_flagfiles(words))
     if "-h" in words or "--help" in words:
       self.parse_args(["--help"])
     # A configuration may name what a plugin registers.
     for module in loading.take(words, "plugin")[1]:
       registry.import_plugin(module)
-    config = None
-    if self.has_config:
-      config, words = loading.from_words(words)
-    names = [name for name in self._option_string_actions if name != "-h"]
-    for word in words:
-      name = word.partition("=")[0]
-      if re.fullmatch(r"--[\w.]+", name) and name not in names:
-        raise unknown("flags", names, name)
-    options = self.parse_args(words)
+    if not self.has_config:
+      return self._parse_flags(words)
+    experiments = loading.take(words, "config")[1]
+    experiment = experiments[-1] if experiments else None
+    config, words = loading.from_words(words)
+    changes = []
+    if self.is_run_config and config is None:
+      changes, words = split_settings(words)
+    options = self._parse_flags(words)
+    if self.is_run_config and options.run is not None:
+      if config is not None:
+        got = f"{options.run} and {experiment}"
+        raise UserError(f"RUN, --config: expected one of them, got {got}")
+      experiment = options.run
+      config, _ = loading.from_words([f"--config={experiment}", *changes])
+    elif changes:
+      raise _without_config(changes[0])
+    options.experiment = experiment
     options.config = config
     return options
+
+  def _parse_flags(self, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; an unknown flag is named before any other error."""
+    flags = self.flags()
+    for word in words:
+      name = word.partition("=")[0]
+      if re.fullmatch(r"--?[A-Za-z][\w.-]*", name) and name not in [*flags, "-h"]:
+        if self.has_config and re.match(r"--?(no)?config\.", name):
+          raise _without_config(word)
+        hint = did_you_mean(name, flags) or f" ({self.prog} --help lists them)"
+        raise UserError(f"{name}: expected a flag of {self.prog}, got an unknown one{hint}")
+    return self.parse_args(words)
+
+
+def _without_config(word: str) -> UserError:
+  return UserError(f"--config: expected an experiment, of which to change {word}, got none")
 
 
 def path(text: str) -> str:
@@ -123,6 +163,12 @@ def require_run(options: argparse.Namespace) -> str:
   return run
 
 
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The words that change settings, --config.KEY=VALUE or --noconfig.KEY, and the others."""
+  settings = [word for word in words if re.match(r"--?(no)?config\.", word)]
+  return settings, [word for word in words if word not in settings]
+
+
 def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
   """The words, with --flagfile=FILE replaced by those in the lines of FILE."""
   for word in words:
@@ -140,11 +186,11 @@ Command = Callable[[argparse.Namespace], None]
 def start(parser: Parser, command: Command, words: Sequence[str] | None = None) -> None:
   """Parses words (None: sys.argv) and runs a command; user errors exit with 1.
 
-  A command that uses devices first joins the other processes and starts JAX.
+  A distributed command first joins the other processes and starts JAX.
   """
   with exit_on_user_error():
     options = parser.parse(sys.argv[1:] if words is None else words)
-    if parser.uses_devices:
+    if parser.is_distributed:
       # Orbax logs each of its steps at INFO.
       logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
       processes.join(options)
@@ -153,7 +199,7 @@ def start(parser: Parser, command: Command, words: Sequence[str] | None = None) 
       command(options)
     else:
       # Arguments of functions are named like the flags.
-      with exit_on_user_error(vars(options)):
+      with exit_on_user_error([flag.removeprefix("--") for flag in parser.flags()]):
         command(options)
 
 

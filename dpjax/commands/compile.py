@@ -1,17 +1,16 @@
 """Compiles a configuration for devices that need not be present, and prints what it needs.
 
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
-  dpjax compile --config=runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
+  dpjax compile runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
 
 A topology is v4, v5e, v5p or v6e with :SHAPE, as v5e:2x2; a100, h100 or h200 with :COUNT; or cpu.
-A vocabulary that a run fits to its text comes from --config=RUN, the folder of such a run, or from
+A vocabulary that a run fits to its text comes from RUN, the folder of such a run, or from
 --config.model.vocab_size=COUNT. A batch is rounded up to full rows on each device.
 TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory, collectives and
 custom calls are the compiler's; those within a loop count once.
 """
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from dpjax.errors import UserError
 def main(words: Sequence[str] | None = None) -> None:
   """Compiles the configurations given on the command line."""
   parser = Parser("compile", __doc__, has_config=True)
+  parser.add_run_as_config()
   add = parser.add_argument
   add("--topology", default="cpu", help="what to compile for: v5e:2x2, h100, h100:8, ..., cpu")
   about = "what to compile; repeat it for several"
@@ -36,22 +36,20 @@ def main(words: Sequence[str] | None = None) -> None:
   add("--largest_batch", action="store_true", help=about)
   add("--out", type=path, help="a JSON file for the results")
   devices.prepare()
-  words = sys.argv[1:] if words is None else words
-  _, names = loading.take(words, "config")
-  folder = os.path.expanduser(names[-1]) if names else ""
-  start(parser, lambda options: _compile(options, folder), words)
+  start(parser, _compile, words)
 
 
-def _compile(options: Namespace, folder: str) -> None:
-  """Compiles a configuration, perhaps that of the run in a folder."""
+def _compile(options: Namespace) -> None:
   config = options.config
   if config is None:
     raise UserError("--config: expected an experiment, got none")
+  folder = path(options.experiment)
   # A text or tokenizer other than the run's has a different vocabulary.
   is_run = os.path.isdir(folder) and loading.load(folder).data.to_dict() == config.data.to_dict()
   run = folder if is_run else ""
   steps = options.steps or compilation.STEPS
-  topology, segments = options.topology, options.segments
+  topology = options.topology
+  segments = options.segments
   result = compilation.compile_steps(config, topology, steps=steps, segments=segments, run=run)
   if options.largest_batch:
     rows = compilation.largest_batch(config, topology, segments=segments, run=run)

@@ -10,7 +10,7 @@ from dpjax.data import sources
 
 def main(words: Sequence[str] | None = None) -> None:
   """Runs the action that the first word of the command line names."""
-  parser = Parser("data", __doc__, uses_devices=False)
+  parser = Parser("data", __doc__, is_distributed=False)
   about = "list names, sizes, licences and sources"
   parser.add_argument("command", choices=["list"], help=about)
   start(parser, _list, words)

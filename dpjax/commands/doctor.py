@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,18 +153,19 @@ print(np.max(errors))
 """
 
 
-def _draw(*shapes: tuple[int, ...]) -> list[Any]:
+def _draw(*shapes: tuple[int, ...]) -> list[jax.Array]:
   generator = np.random.default_rng(0)
   return [jnp.asarray(generator.standard_normal(shape), "float32") for shape in shapes]
 
 
-def _error(result: Any, expected: Any) -> float:
+def _error(result: jax.Array, expected: np.ndarray) -> float:
   return float(np.max(np.abs(np.float64(result) - expected)) / np.max(np.abs(expected)))
 
 
 def _gigaflops(dtype: str, size: int = 2048) -> float:
   """The rate of a product of square matrices on one device, the maximum of a few runs."""
-  multiply, x = jax.jit(jnp.matmul), jnp.ones((size, size), dtype)
+  multiply = jax.jit(jnp.matmul)
+  x = jnp.ones((size, size), dtype)
   multiply(x, x).block_until_ready()
   seconds = []
   for _ in range(5):

@@ -1,9 +1,9 @@
-"""Scores a run: dpjax evaluate --workdir=runs/quickstart [--split=test] [--step=N].
+"""Scores a run: dpjax evaluate runs/quickstart [--split=test] [--step=N].
 
 The scores are also written as JSON to the run's folder, unless it is exported, or to --out.
 
 Your own texts, each scored by itself; their scores are written only with --out:
-dpjax evaluate --workdir=runs/quickstart --text=A.txt --text=B.txt
+dpjax evaluate runs/quickstart --text=A.txt --text=B.txt
 
 A checkpoint of the authors' PyTorch code, on a configuration's data and tokenizer:
 dpjax evaluate --torch_checkpoint=FILE.pt --config=dispatcher_wikitext2
@@ -50,10 +50,10 @@ def _evaluate(options: Namespace) -> None:
   _check(options, folder)
   texts = {name: _read(name) for name in options.text}
   with tempfile.TemporaryDirectory() as scratch:
-    if options.torch_checkpoint:
-      run = runs.load_torch(options.torch_checkpoint, options.config, scratch)
+    if folder:
+      run = runs.load(folder, options.step)
     else:
-      run = runs.load(str(folder), options.step)
+      run = runs.load_torch(options.torch_checkpoint, options.config, scratch)
     if texts:
       _score_texts(run, texts, options)
     else:
@@ -65,11 +65,11 @@ def _check(options: Namespace, folder: str | None) -> None:
   torch = options.torch_checkpoint
   if bool(torch) == bool(folder):
     got = "both" if torch else "none"
-    raise UserError(f"--workdir, --torch_checkpoint: expected one of them, got {got}")
+    raise UserError(f"RUN, --torch_checkpoint: expected one of them, got {got}")
   if bool(torch) != (options.config is not None):
     raise UserError(
       "--config: expected it with --torch_checkpoint, to name data and tokenizer, and "
-      "not with --workdir, which has its own"
+      "not with RUN, which has its own"
     )
   if torch and options.step is not None:
     raise UserError(f"--step: expected none with --torch_checkpoint, got {options.step}")
@@ -118,7 +118,8 @@ def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> No
   from dpjax.training import metrics
 
   is_first = jax.process_index() == 0
-  scores_of_texts, nats = {}, {}
+  scores_of_texts = {}
+  nats = {}
   for name, text in texts.items():
     scores = run.score(text, window=options.window, stride=options.stride, progress=True)
     scores_of_texts[name] = metrics.for_json(scores)

@@ -14,7 +14,7 @@ from dpjax.commands.processes import check_platform
 
 def main(words: Sequence[str] | None = None) -> None:
   """Exports the run given on the command line."""
-  parser = Parser("export", __doc__, uses_devices=False)
+  parser = Parser("export", __doc__, is_distributed=False)
   add = parser.add_argument
   add("run", metavar="RUN", type=path, help="the folder of a run")
   add("out", metavar="OUT", type=path, help="a new folder, or hf://OWNER/NAME")

@@ -1,4 +1,4 @@
-"""Continues a prompt: dpjax generate --workdir=runs/quickstart --prompt="The ".
+"""Continues a prompt: dpjax generate runs/quickstart --prompt="The ".
 
 Prints the first sample as it is generated, and further ones after it. Options default to
 the run's `config.sample`.
@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpjax import files
 from dpjax.commands.command_line import Parser, path, require_run, start
@@ -20,6 +20,7 @@ from dpjax.config import schema
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
+  from dpjax.generation.generator import Piece, Sampling
   from dpjax.runs import Run
 
 _MAX_SAMPLES = 4096  # All are rows of one batch.
@@ -47,18 +48,21 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _generate(options: Namespace) -> None:
   from dpjax import runs
+  from dpjax.generation.generator import Sampling
 
   folder = require_run(options)
   if not 1 <= options.num_samples <= _MAX_SAMPLES:
     raise UserError(f"num_samples: expected 1 to {_MAX_SAMPLES:,}, got {options.num_samples}")
   prompt = _read_prompt(options.prompt, options.prompt_file)
   run = runs.load(folder, options.step)
-  settings = run.config.sample.to_dict()
-  default_prompt = settings.pop("prompt")
-  for name in settings:
+  sample = run.config.sample.to_dict()
+  default_prompt = sample.pop("prompt")
+  for name in sample:
     if getattr(options, name) is not None:
-      settings[name] = getattr(options, name)
-  settings |= {"seed": options.seed, "num_samples": options.num_samples, "stop": options.stop}
+      sample[name] = getattr(options, name)
+  settings = Sampling(
+    **sample, seed=options.seed, num_samples=options.num_samples, stop=options.stop
+  )
   try:
     _write(run, default_prompt if prompt is None else prompt, settings, not options.json)
   except BrokenPipeError:  # The reader closed the pipe; Python would complain again at exit.
@@ -85,7 +89,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
 class _Sampled:
   """The pieces of the samples, and when they came, in seconds."""
 
-  pieces: list = dataclasses.field(default_factory=list)
+  pieces: "list[list[Piece]]" = dataclasses.field(default_factory=list)
   times: list[float] = dataclasses.field(default_factory=list)
 
   @property
@@ -100,7 +104,7 @@ class _Sampled:
     later = sum(piece.num_tokens for new in self.pieces[1:] for piece in new)
     return later / (self.times[-1] - self.times[0])
 
-  def samples(self) -> list[dict[str, Any]]:
+  def samples(self) -> list[dict[str, str | int]]:
     """One JSON object for each sample."""
     return [
       {
@@ -112,7 +116,7 @@ class _Sampled:
     ]
 
 
-def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> None:
+def _write(run: "Run", prompt: str, settings: "Sampling", is_text: bool) -> None:
   import jax
 
   is_first = jax.process_index() == 0
@@ -121,8 +125,8 @@ def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> 
   pieces = run.stream(prompt, **settings)
   prints = is_text and is_first
   if prints:
-    start = prompt if settings["num_samples"] == 1 else f"--- sample 1 ---\n{prompt}"
-    print(start, end="", flush=True)
+    head = "--- sample 1 ---\n" if settings.get("num_samples", 1) > 1 else ""
+    print(f"{head}{prompt}", end="", flush=True)
   sampled = _Sampled()
   begin = time.perf_counter()
   for new in pieces:
@@ -145,7 +149,8 @@ def _print_rest(sampled: _Sampled, prompt: str) -> None:
   print()
   for number, sample in enumerate(sampled.samples()[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
-  seconds, to_first = sampled.times[-1], sampled.times[0]
+  seconds = sampled.times[-1]
+  to_first = sampled.times[0]
   shown = f"{sampled.num_tokens:,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the "
   shown += "first text came"
   if sampled.speed:

@@ -22,9 +22,9 @@ _DEFAULT_TOKENS = 120
 
 def main(words: Sequence[str] | None = None) -> None:
   """Prints the segments, and writes the page."""
-  parser = Parser("look", __doc__, uses_devices=False)
+  parser = Parser("look", __doc__, is_distributed=False)
   add = parser.add_argument
-  add("run_folder", nargs="+", type=path, help="the folder of a run")
+  add("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
   add("--text", help="a text or a file; default: the beginning of the test split")
   add("--out", type=path, help="a file for the page, such as page.html")
   start(parser, _look, words)
@@ -35,10 +35,10 @@ def _look(options: Namespace) -> None:
   from dpjax.analysis import page, reading
 
   check_platform()
-  runs = [runs.load(folder) for folder in options.run_folder]
+  runs = [runs.load(folder) for folder in options.runs]
   text = _read_text(runs[0], options.text)
   segmentations = [reading.segment(run, text) for run in runs]
-  for folder, segmentation in zip(options.run_folder, segmentations, strict=True):
+  for folder, segmentation in zip(options.runs, segmentations, strict=True):
     if len(runs) > 1:
       print(f"{folder}:")
     print(page.describe(segmentation))

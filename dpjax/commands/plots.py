@@ -10,9 +10,9 @@ from dpjax.errors import UserError
 
 def main(words: Sequence[str] | None = None) -> None:
   """Prints the table and draws the figure described by the command line."""
-  parser = Parser("plots", __doc__, uses_devices=False)
+  parser = Parser("plots", __doc__, is_distributed=False)
   add = parser.add_argument
-  add("run_folder", nargs="+", type=path, help="the folder of a run")
+  add("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
   about = f"a file: {', '.join(plots.SUFFIXES)}; by default FIGURE.png in the current folder"
   add("--out", type=path, help=about)
   add("--figure", choices=plots.FIGURES, help="default: progress, metric with --metric")
@@ -35,7 +35,7 @@ def _plot(options: Namespace) -> None:
   if not 1.5 <= options.width <= 40:
     raise UserError(f"width: expected 1.5 to 40 inches, got {options.width}")
   labels = options.labels.split(",") if options.labels else None
-  records = curves.read_runs(options.run_folder, labels)
+  records = curves.read_runs(options.runs, labels)
   every = plots.default_every(records) if options.every is None else options.every
   metric = None
   if figure != "curves":

@@ -42,8 +42,18 @@ def join(options: Namespace) -> None:
   given = {flag: value for flag, value in flags.items() if value is not None}
   if not given and not options.distributed:
     return
-  _check_flags(flags, options.distributed)
-  _initialize(options, given)
+  missing = [flag.removeprefix("--") for flag in flags if flag not in given]
+  if missing and not options.distributed:
+    expected = f"{', '.join(flags)}: expected all three, or --distributed"
+    raise UserError(f"{expected}, got no {', no '.join(missing)}")
+  address = options.coordinator
+  if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
+    raise UserError(f"--coordinator: expected host:port, got {address}")
+  if not missing and not 0 <= options.process_id < options.num_processes:
+    expected = f"0 to {options.num_processes - 1} of --num_processes={options.num_processes}"
+    raise UserError(f"--process_id: expected {expected}, got {options.process_id}")
+  subject = " ".join(f"{flag}={value}" for flag, value in given.items()) or "--distributed"
+  _initialize(options, subject, has_scheduler=bool(missing))
   check_platform()
   import jax
 
@@ -51,29 +61,15 @@ def join(options: Namespace) -> None:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
 
 
-def _check_flags(flags: dict[str, str | int | None], is_distributed: bool) -> None:
-  """Raises a `UserError` for flags of processes that do not fit together."""
-  missing = [flag.removeprefix("--") for flag, value in flags.items() if value is None]
-  if missing and not is_distributed:
-    expected = "--coordinator, --num_processes, --process_id: expected all three, or --distributed"
-    raise UserError(f"{expected}, got no {', no '.join(missing)}")
-  address = flags["--coordinator"]
-  if address is not None and not re.fullmatch(r".+:\d{1,5}", str(address)):
-    raise UserError(f"--coordinator: expected host:port, got {address}")
-  if missing:
-    return
-  number, index = int(str(flags["--num_processes"])), int(str(flags["--process_id"]))
-  if not 0 <= index < number:
-    expected = f"expected 0 to {number - 1} of --num_processes={number}"
-    raise UserError(f"--process_id: {expected}, got {index}")
+def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
+  """Starts `jax.distributed`; ends the process if the others do not come in time.
 
-
-def _initialize(options: Namespace, given: dict[str, str | int]) -> None:
-  """Starts `jax.distributed`; ends the process if the others do not come in time."""
+  `subject` is what messages begin with; `has_scheduler`: JAX asks one for what flags do not say.
+  """
   import jax
 
-  subject = " ".join(f"{flag}={value}" for flag, value in given.items()) or "--distributed"
-  address, seconds = options.coordinator, options.join_seconds
+  address = options.coordinator
+  seconds = options.join_seconds
 
   def give_up() -> None:
     expected = f"all processes to meet within {seconds} s (--join_seconds)"
@@ -84,10 +80,9 @@ def _initialize(options: Namespace, given: dict[str, str | int]) -> None:
   timer.daemon = True
   timer.start()
   try:
-    if (
-      len(given) == 3 and options.process_id == 0
-    ):  # If JAX cannot listen, it may crash (signal 11).
-      socket.create_server(("", int(str(address).rpartition(":")[2]))).close()
+    # If JAX cannot listen, it may crash (signal 11).
+    if not has_scheduler and options.process_id == 0:
+      socket.create_server(("", int(address.rpartition(":")[2]))).close()
     # At its own limit, JAX aborts the process (signal 6).
     jax.distributed.initialize(
       address,
@@ -97,7 +92,7 @@ def _initialize(options: Namespace, given: dict[str, str | int]) -> None:
     )
   except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
-    if len(given) < 3:
+    if has_scheduler:
       expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
     raise UserError(f"{subject}: expected {expected}, got: {error}") from error
   finally:

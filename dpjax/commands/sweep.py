@@ -18,9 +18,10 @@ import math
 import re
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpjax.analysis import curves, plots, style
 from dpjax.commands.command_line import Parser, path, start
@@ -50,19 +51,23 @@ def main(words: Sequence[str] | None = None) -> None:
   parser.add_argument("--zip", action="append", default=[], help=about)
   about = "comma-separated seeds; default: the configuration's"
   parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
-  others, settings = _split(sys.argv[1:] if words is None else words)
+  settings, others = _split(sys.argv[1:] if words is None else words)
   start(parser, lambda options: _sweep(settings, options), others)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Splits the arguments into others and those of the configuration."""
-  others, settings, rest = [], [], iter(arguments)
+  """Splits the arguments into those of the configuration, as --NAME=VALUES, and others."""
+  settings = []
+  others = []
+  rest = iter(arguments)
   for word in rest:
     if word in ("-config", "--config"):
       settings.append(f"{word}={next(rest, '')}")
+    elif re.match(r"--?(no)?config[.=]", word):
+      settings.append(word)
     else:
-      (settings if re.match(r"--?(no)?config[.=]", word) else others).append(word)
-  return others, settings
+      others.append(word)
+  return settings, others
 
 
 def plan(
@@ -81,9 +86,10 @@ def plan(
     UserError: a configuration is wrong, two runs have the same name, or settings of a group are
       missing or differ in the number of values.
   """
-  keys, values = [word.partition("=")[0] for word in settings], [*map(_values, settings)]
+  keys = [word.partition("=")[0] for word in settings]
+  values = [_values(word) for word in settings]
   names = [key.lstrip("-").removeprefix("config.") for key in keys]
-  groups: dict[Any, list[int]] = {}  # the indices of settings that vary together
+  groups: dict[str | int, list[int]] = {}  # the indices of settings that vary together
   for i, name in enumerate(names):
     group = next((group for group in zipped if name in group.split(",")), i)
     groups.setdefault(group, []).append(i)
@@ -126,7 +132,7 @@ def _values(word: str) -> list[str]:
   return [f"={value}" for value in values or [text]] if equals else [""]
 
 
-def _sweep(settings: Sequence[str], arguments: Any) -> None:
+def _sweep(settings: Sequence[str], arguments: Namespace) -> None:
   import jax
 
   from dpjax import runs
@@ -167,14 +173,13 @@ def _table(results: Sequence[tuple[str, Path, Mapping[str, float]]]) -> str:
     return all(math.isfinite(scores.get(score, math.nan)) for *_, scores in finite)
 
   score = next(filter(is_known, plots.SCORES))
-  groups, rows = curves.group([name for name, *_ in finite], finite), []
-  for name, group in groups.items():
+  rows = []
+  for name, group in curves.group([name for name, *_ in finite], finite).items():
     logged = [curves.read_scores(workdir)[f"valid/{score}"] for _, workdir, _ in group]
     valid = statistics.fmean(min(by_step.values()) for by_step in logged)
     tests = [scores[score] for *_, scores in group]
-    mean, spread = f"{statistics.fmean(tests):.4f}", "-"
-    if len(tests) > 1:
-      spread = f"{statistics.stdev(tests):.4f}"
+    mean = f"{statistics.fmean(tests):.4f}"
+    spread = f"{statistics.stdev(tests):.4f}" if len(tests) > 1 else "-"
     rows.append((valid, name or "all", len(tests), f"{valid:.4f}", mean, spread))
   cells: list[Sequence[object]] = [row for _, *row in sorted(rows)]
   cells += [(workdir, 1, "not finite", "", "") for _, workdir, scores in results if not scores]

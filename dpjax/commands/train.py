@@ -1,6 +1,6 @@
 """Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
-Run again, it resumes the run in the folder; --workdir then suffices.
+Run again, it resumes the run in the folder, as dpjax train runs/quickstart does.
 """
 
 import re
@@ -23,7 +23,8 @@ def main(words: Sequence[str] | None = None) -> None:
   """Trains the model that the command line specifies."""
   parser = Parser("train", __doc__, has_config=True)
   add = parser.add_argument
-  add("--workdir", type=path, required=True, help="the run's folder")
+  add("run", metavar="RUN", nargs="?", type=path, help="the folder of a run to resume")
+  add("--workdir", type=path, help="the run's folder, a new one or RUN")
   add("--tokenize_only", action="store_true", help="only prepare the tokens of the run")
   add("--dry_run", action="store_true", help="also print parameters, updates and memory")
   add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, e.g. 10:13")
@@ -34,34 +35,43 @@ def _train(options: Namespace) -> None:
   from dpjax import runs
   from dpjax.training import reporting
 
+  workdir = _find_workdir(options)
   profile = _parse_profile(options.profile)
-  config = _find_config(options)
+  config = _find_config(options.config, workdir)
   if options.tokenize_only or options.dry_run:
-    data = runs.tokenize_only(config, options.workdir)
+    data = runs.tokenize_only(config, workdir)
     _print_tokens(data)
     if options.dry_run:
       _print_plan(config, data)
     return
   try:
-    run, scores = runs.train(config, options.workdir, profile=profile)
+    run, scores = runs.train(config, workdir, profile=profile)
   except reporting.NonFiniteError as error:
     sys.exit(str(error))
   _print_result(run, scores)
   exit_unless_finite(test=scores["nats_per_token"])
 
 
-def _find_config(options: Namespace) -> "ConfigDict":
-  """The configuration of --config, or of the run in --workdir."""
+def _find_workdir(options: Namespace) -> str:
+  """The folder of --workdir, or of RUN, which names a run to resume and so stands alone."""
+  if options.run is not None and (options.config is not None or options.workdir is not None):
+    raise UserError(f"RUN: expected none with --config or --workdir, got {options.run}")
+  workdir = options.workdir if options.run is None else options.run
+  if not workdir:
+    raise UserError("--workdir: expected a folder, got none")
+  return workdir
+
+
+def _find_config(config: "ConfigDict | None", workdir: str) -> "ConfigDict":
+  """The configuration of --config, or of the run in the folder."""
   from dpjax.runs import run_files
 
-  if not options.workdir:
-    raise UserError("--workdir: expected a folder, got none")
-  if options.config is not None:
-    return options.config
-  if not (Path(options.workdir) / "config.json").exists():
+  if config is not None:
+    return config
+  if not (Path(workdir) / "config.json").exists():
     expected = "expected an experiment, or a --workdir with a run to resume"
-    raise UserError(f"--config: {expected}, got none, and {options.workdir}")
-  return run_files.read_config(Path(options.workdir))
+    raise UserError(f"--config: {expected}, got none, and {workdir}")
+  return run_files.read_config(Path(workdir))
 
 
 def _print_tokens(data: "Tokens") -> None:

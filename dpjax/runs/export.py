@@ -16,12 +16,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
@@ -35,6 +35,7 @@ from dpjax.training import checkpoints
 
 if TYPE_CHECKING:
   from dpjax.runs.run import Run
+  from dpjax.training.trainer import Params
 
 DTYPES = ("float32", "bfloat16")
 _FILES = (*run_files.EXPORTED, "numpy_model.py")
@@ -89,7 +90,7 @@ def save(
     raise not_writable("folder", folder, error) from error
 
 
-def _smallest_dtype(params: Any) -> str:
+def _smallest_dtype(params: "Params") -> str:
   """The smallest dtype that keeps every bit of the parameters."""
   leaves = jax.tree.leaves(params)
   is_exact = all((x.astype("bfloat16").astype(x.dtype) == x).all() for x in leaves)
@@ -146,9 +147,8 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
     files.write_json(folder / "boundaries.json", run.config.model.boundaries.to_dict())
   write_reference(run.data, folder / "data", is_export=True)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
-  flat: Any = flatten_dict(params, sep=".")
   path = folder / run_files.PARAMETERS
-  save_file(flat, path, {"step": str(run.step)})
+  save_file(_by_name(params), path, {"step": str(run.step)})
   # A model made in Python may differ from its settings in any way.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   foreign = model_card.foreign_components(run, repr(run.model) == repr(built))
@@ -165,30 +165,29 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   files.write_json(folder / "config.json", {**settings, loading.CHECKSUMS: sums})
 
 
-def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, int]:
+def restore(folder: Path, shapes: "Params", step: int | None = None) -> tuple["Params", int]:
   """The parameters of an exported run and its step; `shapes` are abstract, with shardings.
 
-  Raises a `UserError` if the file is damaged, or has another model, dtype or step than `step`. An
-  export without checksums, from an earlier version, is read with a warning.
+  Raises a `UserError` if the file has another model, or another step than `step`, for which only
+  its header is read; or if it is damaged. An export without checksums, from an earlier version, is
+  read with a warning.
   """
   path = folder / run_files.PARAMETERS
-  expected: Any = flatten_dict(shapes, sep=".")
+  expected = _by_name(shapes)
   files.check_plain(path)  # A pipe would never end.
-  if not run_files.check_exported(folder, run_files.PARAMETERS):
-    _log.warning("%s: an export without checksums: damage would not be noticed", folder)
   try:
     with safe_open(path, "flax") as file:
-      arrays = {}
-      for name in file.keys():
-        array = file.get_slice(name)
-        arrays[name] = tuple(array.get_shape())
       saved_step = int((file.metadata() or {}).get("step", 0))
       if saved_step < 0:
         raise ValueError(f"step {saved_step}")
       if step not in (None, saved_step):
         raise UserError(f"step: expected None or {saved_step} of an exported run, got {step}")
+      arrays = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
       message = f"{path}: expected parameters of this model, got others"
       checkpoints.check_arrays(arrays, {name: x.shape for name, x in expected.items()}, message)
+      # The checksum reads the whole file.
+      if not run_files.check_exported(folder, run_files.PARAMETERS):
+        _log.warning("%s: an export without checksums: damage would not be noticed", folder)
       params = {}
       for name, x in expected.items():  # Via the host, one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
@@ -198,3 +197,9 @@ def restore(folder: Path, shapes: Any, step: int | None = None) -> tuple[dict, i
   except (OSError, SafetensorError, ValueError) as error:
     raise UserError(f"{path}: expected a complete file of safetensors, got {error}") from error
   return unflatten_dict(params, sep="."), saved_step
+
+
+def _by_name(params: "Params") -> dict[str, jax.Array]:
+  """The arrays of a tree, or their shapes, by names joined by dots."""
+  leaves = jax.tree.leaves_with_path(params)
+  return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}

@@ -4,9 +4,9 @@ It begins with the metadata by which the Hugging Face Hub finds models.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -48,7 +48,7 @@ python numpy_model.py . {run.tokenizer.start_id}  # the ids and probabilities of
 _FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
 
 
-def _components(model: Any) -> set[str]:
+def _components(model: Mapping) -> set[str]:
   mixers = {section["name"] for section in sections.mixers_in(model).values()}
   boundaries = {stage["boundaries"]["name"] for stage in sections.stages_in(model).values()}
   return (mixers | boundaries) - {"none"}
@@ -87,11 +87,15 @@ def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: 
     dtype=dtype,
     numpy=_FOREIGN.format(names=", ".join(foreign)) if foreign else _NUMPY.format(run=run),
   )
-  data, task = run.config.data, "text-generation"
+  data = run.config.data
+  task = "text-generation"
   names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
   datasets = [remote.parse_hub(name)[0] for name in names if name.startswith("hf:")]
-  corpus = datasets[0] if len(names) == 1 and datasets else run.data.name, run.data.name
-  results = [EvalResult(task, *corpus, x, value, dataset_split=y) for y, x, value in scores]
+  dataset = datasets[0] if len(names) == 1 and datasets else run.data.name
+  results = [
+    EvalResult(task, dataset, run.data.name, score, value, dataset_split=split)
+    for split, score, value in scores
+  ]
   metadata = ModelCardData(
     library_name="dpjax",
     pipeline_tag=task,
@@ -110,7 +114,8 @@ def _scores(run: "Run") -> Iterator[tuple[str, str, float]]:
   assert run.workdir is not None
   for path in sorted(Path(run.workdir).glob(f"scores_*_{run.step}.json")):
     content = files.read_json(path)
-    split, scores = content.get("split"), content.get("scores")
+    split = content.get("split")
+    scores = content.get("scores")
     for name, value in scores.items() if isinstance(scores, dict) else ():
       if isinstance(split, str) and type(value) in (int, float) and math.isfinite(value):
         yield split, name, value

@@ -39,7 +39,8 @@ def read_arrays(path):  # a safetensors file: the size of the header, the header
 def load(folder):
   folder = pathlib.Path(folder)
   read = lambda name: json.loads((folder / name).read_text(encoding="utf-8"))
-  model, arrays = read("config.json")["model"], read_arrays(folder / "model.safetensors")
+  model = read("config.json")["model"]
+  arrays = read_arrays(folder / "model.safetensors")
   if (folder / "boundaries.json").exists():  # with settings that the tokenizer filled in
     model["boundaries"] = read("boundaries.json")
   if (folder / "frozen.json").exists():
@@ -110,14 +111,17 @@ def short_convolution(p, x, mixer):
 
 
 def mamba2(p, x, mixer):
-  inner, heads = mixer["expand"] * x.shape[1], len(p["a_log"])
+  inner = mixer["expand"] * x.shape[1]
+  heads = len(p["a_log"])
   z, u, dt = np.split(linear(part(p, "in"), x), [inner, -heads], -1)
   u = sum(shift(u, j) * tap for j, tap in enumerate(p["taps"][: len(x)])) + p["taps_bias"]
   v, b, c = np.split(u / (1 + np.exp(-u)), [inner, -mixer["state_width"]], -1)
-  v, dt = v.reshape(len(x), heads, -1), np.logaddexp(0, dt + p["dt_bias"])
+  v = v.reshape(len(x), heads, -1)
+  dt = np.logaddexp(0, dt + p["dt_bias"])
   keep = np.exp(-dt * np.exp(p["a_log"]))
-  s, y = np.zeros((*v.shape[1:], mixer["state_width"]), np.float32), []
-  for t in range(len(x)):  # the state [H, P, N]
+  s = np.zeros((*v.shape[1:], mixer["state_width"]), np.float32)  # the state [H, P, N]
+  y = []
+  for t in range(len(x)):
     s = keep[t, :, None, None] * s + (dt[t, :, None] * v[t])[..., None] * b[t]
     y.append(s @ c[t] + p["skip"][:, None] * v[t])
   g = np.reshape(y, z.shape) * z / (1 + np.exp(-z))
@@ -128,13 +132,15 @@ def mamba2(p, x, mixer):
 def rotate(x, base, features):  # [T, H, E]; rotates pairs (i, i + E / 2) of the first features
   x, rest = np.split(x, [features or x.shape[2]], -1)
   angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
-  cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+  cos = np.cos(angles)[:, None]
+  sin = np.sin(angles)[:, None]
   a, b = np.split(x, 2, -1)
   return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], -1).astype(np.float32)
 
 
 def attention(p, x, mixer):
-  t, width = np.arange(len(x)), x.shape[1]
+  t = np.arange(len(x))
+  width = x.shape[1]
   qkv = np.einsum("td,dpe->pte", x, p["queries_keys_values.kernel"])  # [D, 3, D]
   if mixer.get("use_bias", True):
     qkv = qkv + p["queries_keys_values.bias"][:, None]
@@ -174,7 +180,8 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
   mixers = mixer or model["mixer"]
   for arrays, section in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
     for name in ("mixer", "feed_forward"):
-      q, of_norm = part(arrays, name), part(arrays, name + "_norm")
+      q = part(arrays, name)
+      of_norm = part(arrays, name + "_norm")
       if not of_norm:  # a layer without a feed-forward network
         continue
       y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
@@ -187,12 +194,14 @@ def layers(p, x, model, mixer, positions):  # positions: arrays that relative at
 
 
 def stack(p, name, x, model, mixer, positions):
-  x, of_norm = layers(part(p, name), x, model, mixer, positions), part(p, name + "_out_norm")
+  x = layers(part(p, name), x, model, mixer, positions)
+  of_norm = part(p, name + "_out_norm")
   return norm(of_norm, x, model) if of_norm else x
 
 
 def fixed(p, x, tokens, boundaries):  # [T] where segments end
-  factor, offset = boundaries["shortening_factor"], boundaries["offset"]
+  factor = boundaries["shortening_factor"]
+  offset = boundaries["offset"]
   return np.arange(len(x)) % factor == (factor - 1 if offset is None else offset)
 
 
@@ -229,8 +238,10 @@ def routing(p, x, tokens, boundaries):  # [T] the probabilities that segments en
 
 
 def hourglass(p, x, tokens, model):
-  boundaries, shared = model["boundaries"], part(p, "relative_positions")
-  is_routing, middle = boundaries["name"] == "routing", model["middle"]
+  boundaries = model["boundaries"]
+  middle = model["middle"]
+  shared = part(p, "relative_positions")
+  is_routing = boundaries["name"] == "routing"
   x = stack(p, "first", x, model, model["first"]["mixer"], shared)
   predictor = part(p, "boundary_predictor")
   chance = FUNCTIONS[boundaries["name"]](predictor, x, tokens, boundaries)
@@ -266,7 +277,8 @@ def hourglass(p, x, tokens, model):
 
 
 def forward(tokens, p, model):  # [T] -> [T, V]
-  x, width = p["embedding.tokens.embedding"][np.asarray(tokens)], model["width"]
+  x = p["embedding.tokens.embedding"][np.asarray(tokens)]
+  width = model["width"]
   if model["positions"] == "sinusoidal":
     angles = np.arange(len(x))[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(x), -1)[:, :width]

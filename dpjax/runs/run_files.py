@@ -17,7 +17,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 import numpy as np
@@ -232,7 +232,7 @@ def needs_run(config: ConfigDict) -> bool:
   return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
-def on_first_process(work: Callable[[], Any]) -> None:
+def on_first_process(work: Callable[[], object]) -> None:
   """Runs a function on the first process; the others wait, and all raise if it fails."""
   if jax.process_count() == 1:
     work()
