@@ -19,15 +19,15 @@ class UserError(ValueError):
 def unknown(key: str, names: Iterable[str], got: Any, note: str = "") -> UserError:
   """The error for a value that is not in `names`; it suggests a close match, if any."""
   names = list(names)
-  hint = did_you_mean(str(got), names)
+  near = nearest(str(got), names)
+  hint = f"; did you mean {near}?" if near else ""
   choices = ", ".join(name or repr(name) for name in names)
   return UserError(f"{key}: expected one of {choices}, got {got or repr(got)}{hint}{note}")
 
 
-def did_you_mean(got: str, names: Iterable[str]) -> str:
-  """The hint at the name that is most similar, for the end of a message; "" if none is."""
-  near = difflib.get_close_matches(got, list(names), n=1)
-  return f"; did you mean {near[0]}?" if near else ""
+def nearest(got: str, names: Iterable[str]) -> str | None:
+  """The name that is most similar, if any is similar at all."""
+  return next(iter(difflib.get_close_matches(got, list(names), n=1)), None)
 
 
 def unknown_setting(key: str, names: Iterable[str], owner: str = "") -> UserError:

@@ -3,6 +3,7 @@
 import logging
 import ntpath
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,34 @@ def test_every_command_shows_its_own_help(name, capsys):
   assert helpers.command(name, "--help") in (None, 0)
   shown = capsys.readouterr().out
   assert "--" in shown and (name in shown or f"--{name}" in shown)
+
+
+def test_each_module_with_a_main_is_a_command_and_only_commands_read_arguments():
+  modules = {path.stem: path.read_text() for path in (ROOT / "dpjax/commands").glob("*.py")}
+  assert {name for name, code in modules.items() if "\ndef main(" in code} == {*command.COMMANDS}
+  for path in (ROOT / "dpjax/analysis").glob("*.py"):
+    assert not re.search(r"argparse|sys\.argv", path.read_text(encoding="utf-8")), path
+
+
+UNKNOWN = helpers.cases("""
+  generate x --promt=a | --promt: expected a flag of dpjax generate, .*; did you mean --prompt
+  generate x -prompt=a | -prompt: .* a flag of dpjax generate, .*; did you mean --prompt
+  generate x --num-samples=3 | --num-samples: .*; did you mean --num_samples
+  calibrate x --fctor=4 | --fctor: expected a flag of dpjax calibrate, .*; did you mean --factor
+  generate x --temp=1 | --temp: expected a flag of dpjax generate, .*; did you mean --temperature
+  evaluate x --xyz | --xyz: expected a flag of dpjax evaluate, .*dpjax evaluate --help lists them
+  plots x --1=2 | flags: expected --name=value, got --1=2
+  train --workdir=x --config.seed=3 | --config: expected an experiment, .* --config.seed=3, got none
+  compile --config.seed=3 | --config: expected an experiment, .* --config.seed=3, got none
+  data list --config=x | --config: expected a flag of dpjax data, got an unknown one
+""")
+
+
+@pytest.mark.parametrize("words, message", UNKNOWN)
+def test_an_unknown_flag_is_named_with_the_nearest_one(words, message, capsys):
+  said = helpers.command(*words.split())
+  assert re.match(message, said) and "\n" not in said
+  assert [*capsys.readouterr()] == ["", ""]
 
 
 def test_an_experiment_has_one_configuration_by_name_and_by_file():
@@ -101,7 +130,7 @@ def test_warnings_are_sentences_and_libtpu_is_quiet(monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # as JAX does where it sees no TPU
   monkeypatch.setenv("TPU_WORKER_ID", "7")
   monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
-  assert helpers.command("evaluate").startswith("--workdir, ")
+  assert helpers.command("evaluate").startswith("RUN, ")
   line = logging.LogRecord("dpjax", logging.WARNING, "file.py", 3, "%s is odd", ("It",), None)
   assert logging.getLogger().handlers[0].format(line) == "WARNING: It is odd"
   assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5litepod-4"

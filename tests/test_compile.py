@@ -93,7 +93,7 @@ def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, mo
   monkeypatch.setattr(devices, "prepare", lambda: None)
   two = devices.Device("cpu", 2**30), jax.devices()[:2]
   monkeypatch.setattr(devices, "find", lambda topology: topology == "h100:2" and two)
-  words = [f"--config={folder}", f"--out={tmp_path / 'found.json'}", "--topology=h100:2"]
+  words = [str(folder), f"--out={tmp_path / 'found.json'}", "--topology=h100:2"]
   words += ["--largest_batch", "--config.train.batch_size=5", "--config.train.grad_accum_steps=2"]
   assert helpers.command("compile", *words) is None
   shown, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
@@ -103,6 +103,12 @@ def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, mo
   assert found["largest_batch"] == 96 and "largest train.batch_size that fits: 96" in shown
   said = helpers.command("compile", *words, "--config.data.isolate_documents")
   assert "--config.model.vocab_size=COUNT, or --config=RUN" in said
+  # --config=RUN says the same, and a flag before RUN takes no word from it.
+  for run_words in ([f"--config={folder}"], ["--config.model.dropout=0.2", str(folder)]):
+    assert helpers.command("compile", *run_words, "--topology=h100:2") is None
+    assert f"parameters  {found['parameters']:,}" in re.sub("  +", "  ", capsys.readouterr().out)
+  said = helpers.command("compile", folder, f"--config={folder}")
+  assert said == f"RUN, --config: expected one of them, got {folder} and {folder}"
 
 
 def test_a_dry_run_tells_what_training_takes_and_trains_nothing(quick, finished, tmp_path, capsys):

@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 import dpjax
+from dpjax import files
 from dpjax.commands import export
 from dpjax.config import registry
 from dpjax.models import build
@@ -226,6 +227,22 @@ def test_a_damaged_file_without_checksum_is_named(out, name, change, message):
   (out / name).write_bytes(change((out / name).read_bytes()))
   with pytest.raises(dpjax.UserError, match=message):
     dpjax.load(out)
+
+
+def test_a_file_of_another_model_is_refused_before_its_arrays_are_read(run, out, monkeypatch):
+  arrays = load_file(out / "model.safetensors")
+  arrays["logits.kernel"] = arrays["logits.kernel"][:, 1:]
+  save_file(arrays, out / "model.safetensors", {"step": "12"})
+  read = []
+  checksum = files.checksum
+  monkeypatch.setattr(files, "checksum", lambda path: read.append(path.name) or checksum(path))
+  with pytest.raises(
+    dpjax.UserError, match=r"logits.kernel is \(12, 17\), in the model \(12, 18\)"
+  ):
+    dpjax.load(out)
+  with pytest.raises(dpjax.UserError, match="expected None or 12 of an exported run, got 7"):
+    dpjax.load(out, 7)
+  assert "model.safetensors" not in read
 
 
 def flip_a_bit(content):

@@ -43,7 +43,10 @@ COMMANDS = helpers.cases(r"""
   {train} --config={ends} | --config: expected a Python file .* got SystemExit: 0 .*ends.py, line 1
   {train} --config={quickstart} --plugin=ends | --plugin: expected a module .* .SystemExit: 0
   {train} --config={quickstart}:huge | ^--config: expected the variant tiny, .*, line
-  {train} --config={quickstart} rest | flags: expected --name=value
+  {train} --config={quickstart} rest | RUN: expected none with --config or --workdir, got rest
+  train --config={quickstart} rest | RUN: expected none with --config or --workdir, got rest
+  train {text} | --config: expected an experiment, or a --workdir with a run
+  generate {run} {run} | flags: expected --name=value
   {train} --config={quickstart} --config.model.width=8,6 | .dpjax sweep trains a run for each
   train --config={quickstart} --wordkir={new} | wordkir; did you mean --workdir
   sweep --workdir={new} | --config: expected an experiment, got none
@@ -75,7 +78,7 @@ COMMANDS = helpers.cases(r"""
   export {folder_of_model} {new} | model.safetensors: expected a plain file, got a folder
   {calibrate} --factor=0.2 | --factor: expected at least 1, and finite, got 0.2
   {calibrate} --factor=3 --window=24 | --window: expected 1 to model.max_length = 19, got 24
-  plots --out=x.png | run_folder
+  plots --out=x.png | RUN
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {run} --out={text}/x.png | expected to read or write it, got
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss

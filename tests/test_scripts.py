@@ -27,8 +27,9 @@ def workdir(finished, tmp_path_factory):
 
 
 def test_a_workdir_alone_resumes_its_run(workdir, capsys):
-  assert call("train", f"--workdir={workdir}") is None
-  assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
+  for words in ([f"--workdir={workdir}"], [workdir]):
+    assert call("train", *words) is None
+    assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
 
 
 def test_registered_of_a_middle_are_chosen_by_name(tmp_path):
@@ -55,7 +56,7 @@ def get_config():
 def test_evaluate_prints_and_writes(workdir, tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("HOME", str(workdir.parent))
-  flags = "--workdir=~/small", "--split=valid", "--step=12", "--out=~/scores"
+  flags = "~/small", "--split=valid", "--step=12", "--out=~/scores"
   assert call("evaluate", *flags) is None
   printed = capsys.readouterr().out
   assert "The valid split, by step 12" in printed
@@ -106,7 +107,7 @@ def test_generate_prints_samples(workdir, capsys, monkeypatch):
   times = r"9 tokens in [\d.]+ s, [\d.]+ s of it until the first text came\n"
   assert re.fullmatch(times, printed.err)
   flags = "--num_samples=2 --length=11 --temperature=0.5 --top_k=3 --top_p=0.9 --seed=4".split()
-  assert call("generate", f"--workdir={workdir}", "--prompt=on a", *flags) is None
+  assert call("generate", workdir, "--prompt=on a", *flags) is None
   assert "--- sample 2 ---\non a" in capsys.readouterr().out
   monkeypatch.setattr("jax.process_index", lambda: 1)
   for flags in ([], ["--json"]):

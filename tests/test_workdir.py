@@ -17,7 +17,7 @@ from tests import helpers
 HOLD = """
 import pathlib, sys, time
 from dpjax.runs import run_files
-with workdir.lock(pathlib.Path(sys.argv[1])):
+with run_files.lock(pathlib.Path(sys.argv[1])):
   print("locked", flush=True)
   time.sleep(600)
 """
@@ -63,7 +63,7 @@ import dpjax
 for found in pkgutil.walk_packages(dpjax.__path__, "dpjax."):
   importlib.import_module(found.name)
 from dpjax.runs import run_files
-with workdir.lock(pathlib.Path(sys.argv[1])):
+with run_files.lock(pathlib.Path(sys.argv[1])):
   print("locked")
 """
 

@@ -7,7 +7,7 @@ import collections
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 import numpy as np
@@ -189,10 +189,11 @@ def count_operations(jaxpr: Any) -> int:
 
 
 class _Program(NamedTuple):
-  """A traced step, and the number of devices that run it."""
+  """A jitted step with its abstract arguments and its keyword arguments."""
 
-  traced: "jax.stages.Traced"
-  num_chips: int
+  step: Callable
+  arguments: tuple
+  options: Mapping[str, int | None] = {}
 
 
 class _Programs:
@@ -228,8 +229,7 @@ class _Programs:
     settings = self._config.train
     step = self._trainer.jit_step(self._mesh)
     batch = self._batch(settings.batch_size, settings.window)
-    traced = step.trace(self._state, batch, capacity=self._capacity(batch))
-    return _Program(traced, self._mesh.size)
+    return _Program(step, (self._state, batch), {"capacity": self._capacity(batch)})
 
   def evaluate(self) -> _Program:
     from dpjax.training.evaluation import jit_eval_step
@@ -238,8 +238,8 @@ class _Programs:
     step = jit_eval_step(self._model, self._mesh, self._trainer.objective)
     rows = -(-settings.batch_size // self._mesh.size) * self._mesh.size
     batch = self._batch(rows, settings.window)
-    traced = step.trace(self._state.scored, batch, np.int32(0), capacity=self._capacity(batch))
-    return _Program(traced, self._mesh.size)
+    arguments = (self._state.scored, batch, np.int32(0))
+    return _Program(step, arguments, {"capacity": self._capacity(batch)})
 
   def generate(self) -> _Program:
     import jax
@@ -265,7 +265,7 @@ class _Programs:
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     noise = jax.ShapeDtypeStruct((rows, length), jnp.float32)
     arguments = _sharded((params, cache, tokens, noise), self._one_chip, None)
-    return _Program(jax.jit(add_token, donate_argnums=1).trace(*arguments), num_chips=1)
+    return _Program(jax.jit(add_token, donate_argnums=1), arguments)
 
   def _batch(self, rows: int, window: int) -> dict[str, "jax.ShapeDtypeStruct"]:
     import jax
@@ -317,9 +317,10 @@ def _measure(program: _Program, memory: int) -> Compiled | Refused:
   import jax
   from jax.interpreters import partial_eval
 
-  traced = program.traced
+  traced = program.step.trace(*program.arguments, **program.options)
+  num_chips = jax.tree.leaves(program.arguments)[0].sharding.mesh.size
   jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))
-  operations = count_operations(jaxpr) / program.num_chips
+  operations = count_operations(jaxpr) / num_chips
   start = time.perf_counter()
   try:
     compiled = traced.lower().compile()

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dpjax.commands import processes
 from dpjax.config import loading, registry
-from dpjax.errors import UserError, did_you_mean, exit_on_user_error
+from dpjax.errors import UserError, exit_on_user_error, nearest
 
 _PLUGIN = "a module that registers mixers, boundaries or optimizers when imported"
 _CONFIG = """an experiment's name or file, with :VARIANT if it has variants; or a run's folder.
@@ -77,8 +77,8 @@ class Parser(argparse.ArgumentParser):
     self.is_run_config = True
 
   def flags(self) -> list[str]:
-    """The names of all flags, with their dashes."""
-    return re.findall(r"--[\w-]+", self.format_usage())
+    """The names of all flags, without dashes."""
+    return re.findall(r"--([\w-]+)", self.format_usage())
 
   def error(self, message: str) -> NoReturn:
     """Raises a `UserError` instead of printing the usage."""
@@ -122,12 +122,16 @@ class Parser(argparse.ArgumentParser):
     """The arguments; an unknown flag is named before any other error."""
     flags = self.flags()
     for word in words:
-      name = word.partition("=")[0]
-      if re.fullmatch(r"--?[A-Za-z][\w.-]*", name) and name not in [*flags, "-h"]:
-        if self.has_config and re.match(r"--?(no)?config\.", name):
-          raise _without_config(word)
-        hint = did_you_mean(name, flags) or f" ({self.prog} --help lists them)"
-        raise UserError(f"{name}: expected a flag of {self.prog}, got an unknown one{hint}")
+      match = re.match(r"(--?)([A-Za-z][\w.-]*)(=|$)", word)
+      if not match or word == "-h" or (match[1] == "--" and match[2] in flags):
+        continue
+      name = match[2]
+      if self.has_config and re.match(r"(no)?config\.", name):
+        raise _without_config(word)
+      near = next((flag for flag in flags if flag.startswith(name)), None) or nearest(name, flags)
+      hint = f"; did you mean --{near}?" if near else f" ({self.prog} --help lists them)"
+      message = f"expected a flag of {self.prog}, got an unknown one{hint}"
+      raise UserError(f"{match[1]}{name}: {message}")
     return self.parse_args(words)
 
 
@@ -199,7 +203,7 @@ def start(parser: Parser, command: Command, words: Sequence[str] | None = None) 
       command(options)
     else:
       # Arguments of functions are named like the flags.
-      with exit_on_user_error([flag.removeprefix("--") for flag in parser.flags()]):
+      with exit_on_user_error(parser.flags()):
         command(options)
 
 
