@@ -48,7 +48,7 @@ COMMANDS = helpers.cases(r"""
   train {text} | --config: expected an experiment, or a --workdir with a run
   generate {run} {run} | flags: expected --name=value
   {train} --config={quickstart} --config.model.width=8,6 | .dpjax sweep trains a run for each
-  train --config={quickstart} --wordkir={new} | wordkir; did you mean --workdir
+  train --config={quickstart} --wordkir={new} | --wordkir: .*; did you mean --workdir
   sweep --workdir={new} | --config: expected an experiment, got none
   # Folders that are no run's, or another's.
   train {quick} --workdir={text} | workdir: expected a folder that can be written

@@ -214,7 +214,7 @@ def test_image_is_a_png_of_rows_scaled_to_their_largest(tmp_path):
   from matplotlib import image
 
   weights = np.tril(np.random.default_rng(1).random((5, 5))).astype(np.float32)
-  result = page._image(weights)
+  result = page._image("all", weights)
   path = tmp_path / "a.png"
   path.write_bytes(page.base64.b64decode(result["png"]))
   rows = image.imread(path) * np.array(result["largest"])[:, None]

@@ -1,17 +1,7 @@
-r"""Measures the text statistics that `entropy_threshold` and `flexitokens` boundaries need.
+"""Measures the text statistics that `entropy_threshold` and `flexitokens` boundaries need.
 
-  dpjax calibrate runs/bytes --factor=4.5
-  dpjax calibrate runs/bytes --rates
-
-reads the run's valid split with its model. The first finds the theta at which `entropy_threshold`
-boundaries give segments of a target length, the second the rate of boundaries and its deviation
-over rows, for `flexitokens`: of the run's boundaries, or of its words if it has none. Both print
-the flags for dpjax train:
-
-  theta 1.335: 4.5 bytes a segment, of 5,242,880 bytes in windows of 512
-  rate 0.1761, with a deviation of 0.0128: boundaries for each of the bytes, over 10,240 rows of 512
-
-Lengths are in tokens. A tail shorter than a window is dropped.
+`dpjax.ops.entropy_theta` finds a theta from the entropies. Lengths are in tokens. A tail shorter
+than a window is dropped.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,9 @@
 """Reads run folders, names runs, and tabulates their training costs. Does not load JAX.
 
+A run folder has config.json; losses.f32, the loss of every update in nats per token, little-endian
+float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
+in training.
+
 Source of the costs: "Attention Is Not All You Need Anymore", Sec. 6.
 """
 

@@ -1,10 +1,7 @@
 r"""Shows how models read a text: their segments, surprisals, and what each position reads.
 
-  dpjax look runs/gumbel runs/spaces --text="the quick brown fox" --out=page.html
-
-Prints the text with a mark at the end of each segment. With --out, writes a self-contained
-HTML page that shows all runs side by side, token by token. --text is a text or a file; by default
-the beginning of the first run's test split, up to 120 tokens.
+`look` makes a self-contained HTML page that shows all runs side by side, token by token.
+`describe` marks the segments in the text, for a terminal:
 
   the␣|quick␣|brow|n␣|fox     a space is ␣, a line end \n; \ before a |, · or ␣ of the text
   the␣|quick␣||brow|n␣|fox    || where a segment of segments ends, in a model with two stages

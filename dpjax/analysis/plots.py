@@ -1,20 +1,8 @@
-"""Plots training from run folders.
-
-  dpjax plots runs/she runs/attention                     writes progress.png here
-  dpjax plots runs/she --metric=train/grad_norm --log=y
-  dpjax plots runs/* --figure=curves --every=2000 --width=3.3 --out=costs.pdf
-
-A run folder has config.json; losses.f32, the loss of every update in nats per token, little-endian
-float32, update 1 first, NaN if unknown; and metrics.jsonl, the logged scores. A run may still be
-in training. --figure is one of
-
-  progress  median training costs beside validation scores (the default)
-  metric    a logged score, --metric, over the batch number
-  curves    medians of the training costs of every 2,000 batches over the batch number
+"""Plots training costs and scores of runs.
 
 Runs that differ only in the seed, or have the same label, are drawn as one line, their mean, with a
-band of +-1 standard deviation. A table is also printed. `dpjax_papers.figures` has other figures of
-"Attention Is Not All You Need Anymore", Sec. 6, the source of the medians.
+band of +-1 standard deviation. `dpjax_papers.figures` has other figures of "Attention Is Not All
+You Need Anymore", Sec. 6, the source of the medians.
 """
 
 import io

@@ -1,7 +1,9 @@
-"""Shows how runs read a text: dpjax look RUN --text="the quick brown fox" --out=page.html.
+"""Shows how runs read a text.
 
-Prints the text with a mark at the end of each segment; with --out, writes a self-contained page.
-`dpjax.analysis.page` describes both.
+  dpjax look runs/gumbel runs/spaces --text="the quick brown fox" --out=page.html
+
+prints the text with a mark at the end of each segment. With --out, it writes a self-contained
+HTML page that shows all runs side by side, token by token. `dpjax.analysis.page` lists the marks.
 """
 
 import os
@@ -25,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> None:
   parser = Parser("look", __doc__, is_distributed=False)
   add = parser.add_argument
   add("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
-  add("--text", help="a text or a file; default: the beginning of the test split")
+  add("--text", help="a text or a file; default: the beginning of the first run's test split")
   add("--out", type=path, help="a file for the page, such as page.html")
   start(parser, _look, words)
 

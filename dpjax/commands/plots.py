@@ -1,4 +1,18 @@
-"""Plots training costs and scores of runs from their folders: dpjax plots RUN ..."""
+"""Plots training costs and scores of runs from their folders, and prints a table.
+
+  dpjax plots runs/she runs/attention                     writes progress.png here
+  dpjax plots runs/she --metric=train/grad_norm --log=y
+  dpjax plots runs/* --figure=curves --every=2000 --width=3.3 --out=costs.pdf
+
+--figure is one of
+
+  progress  median training costs beside validation scores
+  metric    a logged score, --metric, over the batch number
+  curves    medians of the training costs of every 2,000 batches over the batch number
+
+Runs that differ only in the seed, or have the same label, are drawn as one line, their mean, with a
+band of +-1 standard deviation. A run may still be in training.
+"""
 
 from argparse import Namespace
 from collections.abc import Sequence
