@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   path = os.path.expanduser
   parser = argparse.ArgumentParser(prog="python -m dpjax_papers.figures")
   parser.add_argument("figure", choices=FIGURES)
-  parser.add_argument("run_folder", nargs="+", type=path, help="the folder of a run")
+  parser.add_argument("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
   parser.add_argument("--out", type=path, help="a file; by default FIGURE.png here")
   parser.add_argument("--every", type=int, help="batches per median; default: as in dpjax plots")
   parser.add_argument("--labels", help="labels of the runs, in order: a,b")
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   with exit_on_user_error(vars(options)):
     out = options.out or f"{options.figure}.png"
     plots.check_suffix(out)
-    runs = curves.read_runs(options.run_folder, options.labels and options.labels.split(","))
+    runs = curves.read_runs(options.runs, options.labels and options.labels.split(","))
     every = plots.default_every(runs) if options.every is None else options.every
     picture = draw(runs, options.figure, every, options.width)
     allowed = ["model.mixer", *_SIZES.get(options.figure, ())[:1]]

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
   from matplotlib.figure import Figure
@@ -10,6 +10,13 @@ if TYPE_CHECKING:
 # Okabe and Ito's colour-blind safe palette, without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":", "-.")
+
+
+class Line(TypedDict):
+  """Keyword arguments of `matplotlib.axes.Axes.plot`."""
+
+  color: str
+  linestyle: str
 
 
 @contextlib.contextmanager
@@ -44,7 +51,7 @@ def applied(font_size: float = 10) -> Iterator[None]:
     yield
 
 
-def line(i: int) -> dict[str, str]:
+def line(i: int) -> Line:
   """The colour and dash of line i: each colour in turn, then again with the next dash."""
   return {
     "color": COLOURS[i % len(COLOURS)],

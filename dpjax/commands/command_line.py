@@ -99,22 +99,21 @@ class Parser(argparse.ArgumentParser):
       registry.import_plugin(module)
     if not self.has_config:
       return self._parse_flags(words)
-    experiments = loading.take(words, "config")[1]
-    experiment = experiments[-1] if experiments else None
+    _, experiments = loading.take(words, "config")
     config, words = loading.from_words(words)
-    changes = []
-    if self.is_run_config and config is None:
-      changes, words = split_settings(words)
-    options = self._parse_flags(words)
+    # What is left of them where --config is not given.
+    changes = [word for word in words if re.match(r"--?(no)?config\.", word)]
+    options = self._parse_flags([word for word in words if word not in changes])
     if self.is_run_config and options.run is not None:
-      if config is not None:
-        got = f"{options.run} and {experiment}"
+      if experiments:
+        got = f"{options.run} and {experiments[-1]}"
         raise UserError(f"RUN, --config: expected one of them, got {got}")
-      experiment = options.run
-      config, _ = loading.from_words([f"--config={experiment}", *changes])
+      experiments = [options.run]
+      config, _ = loading.from_words([f"--config={options.run}", *changes])
     elif changes:
-      raise _without_config(changes[0])
-    options.experiment = experiment
+      expected = f"expected an experiment, of which to change {changes[0]}"
+      raise UserError(f"--config: {expected}, got none")
+    options.experiment = experiments[-1] if experiments else None
     options.config = config
     return options
 
@@ -126,17 +125,11 @@ class Parser(argparse.ArgumentParser):
       if not match or word == "-h" or (match[1] == "--" and match[2] in flags):
         continue
       name = match[2]
-      if self.has_config and re.match(r"(no)?config\.", name):
-        raise _without_config(word)
       near = next((flag for flag in flags if flag.startswith(name)), None) or nearest(name, flags)
       hint = f"; did you mean --{near}?" if near else f" ({self.prog} --help lists them)"
       message = f"expected a flag of {self.prog}, got an unknown one{hint}"
       raise UserError(f"{match[1]}{name}: {message}")
     return self.parse_args(words)
-
-
-def _without_config(word: str) -> UserError:
-  return UserError(f"--config: expected an experiment, of which to change {word}, got none")
 
 
 def path(text: str) -> str:
@@ -165,12 +158,6 @@ def require_run(options: argparse.Namespace) -> str:
   if not run:
     raise UserError("RUN, --workdir: expected the folder of a run, got none")
   return run
-
-
-def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The words that change settings, --config.KEY=VALUE or --noconfig.KEY, and the others."""
-  settings = [word for word in words if re.match(r"--?(no)?config\.", word)]
-  return settings, [word for word in words if word not in settings]
 
 
 def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
