@@ -30,8 +30,8 @@ def public_names(package: str) -> tuple[Callable, Callable, list[str]]:
 
   def get(name: str) -> Any:
     if name not in sources:
-      is_module = not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}")
-      if is_module:
+      is_public = name.isidentifier() and not name.startswith("_")
+      if is_public and importlib.util.find_spec(f"{package}.{name}"):
         return importlib.import_module(f"{package}.{name}")
       raise AttributeError(f"module '{package}' has no attribute '{name}'")
     if sources[name] == package:

@@ -50,9 +50,13 @@ class Plan:
     data = dpjax.runs.tokenize_only(config, folder)
     config = build.with_vocabulary(config, data.tokenizer)
     batches = launch.make_batches(config, data)
-    num_steps, every = (
-      dpjax.config.steps_in(config.train, name, steps_per_epoch=batches.steps_per_epoch)
-      for name in ("num", "eval_every")
+    train = config.train
+    epoch = batches.steps_per_epoch
+    num_steps = dpjax.config.steps_in(
+      train.num_steps, train.num_epochs, "num", steps_per_epoch=epoch
+    )
+    every = dpjax.config.steps_in(
+      train.eval_every_steps, train.eval_every_epochs, "eval_every", steps_per_epoch=epoch
     )
     evaluations = -(-num_steps // every)
     saves = evaluations + num_steps // config.train.checkpoint_every_steps

@@ -104,7 +104,11 @@ def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, mo
   said = helpers.command("compile", *words, "--config.data.isolate_documents")
   assert "--config.model.vocab_size=COUNT, or --config=RUN" in said
   # --config=RUN says the same, and a flag before RUN takes no word from it.
-  for run_words in ([f"--config={folder}"], ["--config.model.dropout=0.2", str(folder)]):
+  for run_words in (
+    [f"--config={folder}"],
+    ["--config.model.dropout=0.2", str(folder)],
+    [str(folder), "--config.model.dropout", "0.2"],
+  ):
     assert helpers.command("compile", *run_words, "--topology=h100:2") is None
     assert f"parameters  {found['parameters']:,}" in re.sub("  +", "  ", capsys.readouterr().out)
   said = helpers.command("compile", folder, f"--config={folder}")

@@ -113,7 +113,6 @@ REFUSED = helpers.cases(r"""
   model.layers=3 | expected a known setting, .* nearest known is model.num_layers
   model.mixer.num_level=3 | expected a setting of dispatcher, .* nearest known is
   train.schedule.min_ratio=0.1 | expected a setting of constant, got an unkn
-  train.products=bfloat16 | expected a known setting, .* is train.matmul_dtype
   model.mixer.num_levels=2.0 | expected a value of type int or None, got 2.0
   model.mixer.implementation=loob | expected one of None, .* did you mean loop?
   train.weight_decay_mask=matrices | expected all with train.optimizer = adam, .* got
@@ -213,8 +212,7 @@ def test_sampling_is_checked_with_names_of_its_own():
 
 def test_durations_have_one_unit():
   def steps(num_steps, num_epochs):
-    settings = dict(num_steps=num_steps, num_epochs=num_epochs)
-    return dpjax.config.steps_in(settings, "num", steps_per_epoch=100)
+    return dpjax.config.steps_in(num_steps, num_epochs, "num", steps_per_epoch=100)
 
   assert steps(0, 1.5) == 150
   assert steps(37, 0.0) == 37

@@ -171,6 +171,12 @@ def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
     dpjax.testing.check_mixer(Short)
 
 
+def test_a_function_of_any_settings_gets_what_a_model_supplies(mixers):
+  dpjax.register_mixer("any", lambda **supplied: Decay(supplied["max_length"]))
+  maker = mixers.maker(dpjax.config.mixer("any"), max_length=11, dtype=jnp.float32)
+  assert maker().max_length == 11
+
+
 def test_fields_of_somebody_elses_mixer_mean_what_he_likes(mixers):
   class Other(Decay):
     num_levels: int = 99

@@ -289,3 +289,12 @@ def test_ids_of_spaces_are_those_of_the_vocabulary_or_given(text):
   config.model.boundaries.space_ids = (3, 7)
   filled = build.with_vocabulary(config, Bytes())
   assert filled.model.boundaries.space_ids == (3, 7) and filled.model.vocab_size == 256
+
+
+def test_settings_of_scores_and_samples_may_change_after_a_run_is_loaded(finished):
+  run = dpjax.load(finished[0])
+  run.config.eval.window = 5
+  run.config.sample.length = 3
+  assert run.scorer.sizes()[0] == 5
+  (text,) = run.generate("the cat", temperature=0.0)
+  assert len(run.tokenizer.encode(text)) == 3

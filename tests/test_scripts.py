@@ -84,6 +84,15 @@ def test_texts_of_ones_own_are_scored_each_by_itself(workdir, tmp_path, capsys):
   assert sorted(workdir.rglob("*")) == before
 
 
+def test_scores_of_texts_say_the_window_that_was_used(workdir, tmp_path):
+  (tmp_path / "a.txt").write_text("the cat sat on a hat\n")
+  flags = [f"--text={tmp_path / 'a.txt'}", f"--out={tmp_path}"]
+  assert call("evaluate", str(workdir), *flags) is None
+  run = dpjax.runs.load(workdir)
+  result = json.loads((tmp_path / "scores_of_texts_12.json").read_text())
+  assert (result["window"], result["stride"]) == run.scorer.sizes() != (0, 0)
+
+
 def test_unknown_tokens_are_counted(workdir, tmp_path, capsys):
   shown = "tokens for what the vocabulary does not know: "
   path = tmp_path / "text.txt"

@@ -1,4 +1,4 @@
-"""Analysis of runs (losses, segments, sweeps), and the device resources of a step."""
+"""Analysis of runs (losses and segments), and the device resources of a step."""
 
 from typing import TYPE_CHECKING
 

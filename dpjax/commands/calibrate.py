@@ -58,8 +58,7 @@ def _calibrate(options: Namespace) -> None:
   if not 1 <= window <= run.window:
     raise UserError(f"window: expected 1 to model.max_length = {run.window}, got {window}")
   tokens = run.tokens(options.split)
-  is_character = run.tokenizer.name in ("characters", "bytes")
-  unit = run.tokenizer.name if is_character else "tokens"
+  unit = run.tokenizer.name if run.tokenizer.is_character_level else "tokens"
   if options.rates:
     settings = _rates(run, tokens, window, unit)
   else:

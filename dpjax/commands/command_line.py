@@ -1,6 +1,7 @@
 """The parser of all commands: their flags, their run, and their errors."""
 
 import argparse
+import itertools
 import logging
 import math
 import os
@@ -100,6 +101,9 @@ class Parser(argparse.ArgumentParser):
     if not self.has_config:
       return self._parse_flags(words)
     _, experiments = loading.take(words, "config")
+    if self.is_run_config and not experiments:
+      words = self._with_run_as_config(words)
+      _, experiments = loading.take(words, "config")
     config, words = loading.from_words(words)
     # What is left of them where --config is not given.
     changes = [word for word in words if re.match(r"--?(no)?config\.", word)]
@@ -117,10 +121,21 @@ class Parser(argparse.ArgumentParser):
     options.config = config
     return options
 
+  def _with_run_as_config(self, words: Sequence[str]) -> list[str]:
+    """The words, with the first that is a folder, and not the value of a flag, as --config."""
+    switches = re.findall(r"\[--([\w-]+)\]", self.format_usage())
+    before = ""
+    for i, word in enumerate(words):
+      takes_value = before.startswith("-") and "=" not in before and before[2:] not in switches
+      if not word.startswith("-") and not takes_value and os.path.isdir(path(word)):
+        return [*words[:i], f"--config={word}", *words[i + 1 :]]
+      before = word
+    return list(words)
+
   def _parse_flags(self, words: Sequence[str]) -> argparse.Namespace:
     """The arguments; an unknown flag is named before any other error."""
     flags = self.flags()
-    for word in words:
+    for word in itertools.takewhile(lambda word: word != "--", words):
       match = re.match(r"(--?)([A-Za-z][\w.-]*)(=|$)", word)
       if not match or word == "-h" or (match[1] == "--" and match[2] in flags):
         continue

@@ -127,7 +127,10 @@ def _convolution() -> float:
     raise RuntimeError(f"no end within {_MOST_SECONDS} s") from None
   if result.returncode:
     raise RuntimeError((result.stderr.strip().splitlines() or ["no message"])[-1])
-  return float(result.stdout)
+  try:
+    return float(result.stdout.splitlines()[-1])  # Python's own start may print, too.
+  except (IndexError, ValueError):
+    raise RuntimeError(f"the output {result.stdout!r}") from None
 
 
 _MOST_SECONDS = 120

@@ -117,11 +117,12 @@ def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> No
   from dpjax import runs
   from dpjax.training import metrics
 
+  window, stride = run.scorer.sizes(options.window, options.stride)
   is_first = jax.process_index() == 0
   scores_of_texts = {}
   nats = {}
   for name, text in texts.items():
-    scores = run.score(text, window=options.window, stride=options.stride, progress=True)
+    scores = run.score(text, window=window, stride=stride, progress=True)
     scores_of_texts[name] = metrics.for_json(scores)
     nats[name] = scores["nats_per_token"]
     if is_first:
@@ -130,7 +131,6 @@ def _score_texts(run: "Run", texts: Mapping[str, str], options: Namespace) -> No
       if unknown := run.tokenizer.describe_unknown({name: run.tokenizer.encode(text)}):
         print(unknown)
   if options.out and is_first:
-    content = {"step": run.step, "window": options.window, "stride": options.stride}
-    content["texts"] = scores_of_texts
+    content = {"step": run.step, "window": window, "stride": stride, "texts": scores_of_texts}
     files.write_json(Path(options.out, f"scores_of_texts_{run.step}.json"), content)
   exit_unless_finite(**nats)

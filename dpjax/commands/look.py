@@ -37,15 +37,15 @@ def _look(options: Namespace) -> None:
   from dpjax.analysis import page, reading
 
   check_platform()
-  runs = [runs.load(folder) for folder in options.runs]
-  text = _read_text(runs[0], options.text)
-  segmentations = [reading.segment(run, text) for run in runs]
+  loaded = [runs.load(folder) for folder in options.runs]
+  text = _read_text(loaded[0], options.text)
+  segmentations = [reading.segment(run, text) for run in loaded]
   for folder, segmentation in zip(options.runs, segmentations, strict=True):
-    if len(runs) > 1:
+    if len(loaded) > 1:
       print(f"{folder}:")
     print(page.describe(segmentation))
   if options.out:
-    files.write_file(Path(options.out), page.write(runs, text, segmentations).encode())
+    files.write_file(Path(options.out), page.write(loaded, text, segmentations).encode())
 
 
 def _read_text(run: "Run", text: str | None) -> str:

@@ -73,7 +73,7 @@ def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
 
   def give_up() -> None:
     expected = f"all processes to meet within {seconds} s (--join_seconds)"
-    print(f"{subject}: expected {expected}, got no answer of some", file=sys.stderr, flush=True)
+    print(f"{subject}: expected {expected}, but some did not answer", file=sys.stderr, flush=True)
     os._exit(1)  # Threads that wait in C++ react to nothing else.
 
   timer = threading.Timer(seconds, give_up)
@@ -93,7 +93,7 @@ def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
   except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"
     if has_scheduler:
-      expected = "a scheduler that JAX knows, as Slurm, Open MPI or a TPU pod's"
+      expected = "a scheduler that JAX knows, such as Slurm, Open MPI or a TPU pod's"
     raise UserError(f"{subject}: expected {expected}, got: {error}") from error
   finally:
     timer.cancel()

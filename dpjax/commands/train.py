@@ -92,7 +92,7 @@ def _print_plan(config: "ConfigDict", data: "Tokens") -> None:
   sharding.check_rows(settings.batch_size, settings.grad_accum_steps)
   config = build.with_vocabulary(config, data.tokenizer)
   epoch = launch.make_batches(config, data).steps_per_epoch
-  updates = rules.steps_in(settings, "num", steps_per_epoch=epoch)
+  updates = rules.steps_in(settings.num_steps, settings.num_epochs, "num", steps_per_epoch=epoch)
   size = f"{settings.batch_size} x {settings.window or config.model.max_length} tokens"
   print(f"{updates:,} updates of {size}, {updates / epoch:.4g} times the text; one update takes")
   print(compilation.table(compilation.compile_steps(config, "here", steps=["train"])))

@@ -17,7 +17,7 @@ from dpjax import files
 from dpjax.config import registry, sections
 from dpjax.config.rules import check
 from dpjax.config.setting import ConfigDict, Setting, Settings
-from dpjax.errors import UserError
+from dpjax.errors import UserError, unknown_setting
 
 CHECKSUMS = "checksums"  # in an exported run's config.json: the checksum of each file, by name
 
@@ -123,7 +123,7 @@ def read_settings(path: Path) -> dict:
       raise UserError(f"{type(content).__name__} for a dict of settings")
     sums = content.pop(CHECKSUMS, None)  # only in an exported run
     if sums is not None and (not isinstance(sums, dict) or sums.get(path.name) != digest(content)):
-      raise UserError("others than were exported")
+      raise UserError("settings that have changed since the export")
     return content
   except (OSError, ValueError) as error:
     raise UserError(f"workdir: expected a readable {path}, got: {error}") from error
@@ -215,8 +215,8 @@ def _unknown(config: ConfigDict, settings: Mapping[str, Setting], key: str) -> U
   names = sections.component_keys(config)
   if f"{section}.name" in settings and re.sub(r"\.\d+$", "", section) in names:
     owner = sections.get(config, section)["name"]
-    return sections.unknown_key(key, [x for x in settings if x.startswith(section)], owner)
-  return sections.unknown_key(key, settings)
+    return unknown_setting(key, [x for x in settings if x.startswith(section)], owner)
+  return unknown_setting(key, settings)
 
 
 def from_words(words: Sequence[str]) -> tuple[ConfigDict | None, list[str]]:

@@ -93,8 +93,13 @@ class Registry(Generic[T]):
     if name not in self._builtins:
       self._registered[name] = component
     # The calling module, which may differ from the component's.
-    caller = inspect.stack(context=0)[1].frame
-    self._origins[name] = caller.f_globals.get("__name__", "__main__")
+    frame = inspect.currentframe()
+    caller = frame.f_back if frame else None
+    self._origins[name] = caller.f_globals.get("__name__", "__main__") if caller else "__main__"
+
+  def is_builtin(self, name: str) -> bool:
+    """Whether the component is dpjax's."""
+    return name in self._builtins
 
   def origin(self, name: str) -> str | None:
     """The module that registered a component, for --plugin; None for dpjax and the program."""
@@ -172,7 +177,8 @@ class Registry(Generic[T]):
     values = {field: x for field, x in section.items() if field not in self.of_builder}
     component = self.component(values.pop("name"))
     fields = inspect.signature(component).parameters
-    accepted = {field: x for field, x in supplied.items() if field in fields}
+    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+    accepted = {field: x for field, x in supplied.items() if takes_any or field in fields}
     return partial(component, **values, **accepted)
 
   def build(self, section: Settings, key: str, **supplied: Any) -> T:

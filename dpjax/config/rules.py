@@ -174,8 +174,8 @@ def _check_mixer(key: str, mixer: Settings, width_key: str, width: int) -> None:
 
 
 def _check_training(train: ConfigDict) -> None:
-  for name in ("num", "eval_every"):
-    steps_in(train, name, steps_per_epoch=1)
+  steps_in(train.num_steps, train.num_epochs, "num", steps_per_epoch=1)
+  steps_in(train.eval_every_steps, train.eval_every_epochs, "eval_every", steps_per_epoch=1)
   num_parts = train.grad_accum_steps
   expected = f"a divisor of train.batch_size = {train.batch_size}"
   _expect(train.batch_size % num_parts == 0, "train.grad_accum_steps", expected, num_parts)
@@ -187,7 +187,7 @@ def _check_training(train: ConfigDict) -> None:
   expected = f"all with train.optimizer = {name}, which takes no mask"
   is_valid = train.weight_decay_mask == "all" or "mask" in fields
   _expect(is_valid, "train.weight_decay_mask", expected, train.weight_decay_mask)
-  if name not in ("adam", "adamw", "lion", "sgd", "muon"):
+  if not registry.optimizers.is_builtin(name):
     return  # Other optimizers may allow other ranges.
   for key, value in train.optimizer.items():
     if key in ("b1", "b2", "beta", "momentum", "adam_b1", "adam_b2") and value is not None:
@@ -228,15 +228,13 @@ def check_sampling(sample: Settings, prefix: str = "") -> None:
     settings[name].check(f"{prefix}{name}", value)
 
 
-def steps_in(settings: Settings, name: str, *, steps_per_epoch: int) -> int:
-  """The duration given as `name_steps` or as `name_epochs`, whichever is not 0, in steps.
+def steps_in(steps: int, epochs: float, name: str, *, steps_per_epoch: int) -> int:
+  """The duration in steps of the settings `name_steps` and `name_epochs`, one of which is 0.
 
-    {"num_steps": 0, "num_epochs": 1.5}, 100 steps an epoch  ->  150
+    0 steps, 1.5 epochs, 100 steps an epoch  ->  150
 
   Raises a `UserError` unless exactly one is given and the steps fit in 32 bits.
   """
-  steps = settings[f"{name}_steps"]
-  epochs = settings[f"{name}_epochs"]
   is_one = min(steps, epochs) >= 0 and (steps > 0) != (epochs > 0)
   if not (is_one and math.isfinite(epochs)):
     raise UserError(

@@ -392,18 +392,3 @@ def settings_of(section: type) -> dict[str, Setting]:
 
 # The settings of a run's length.
 LENGTHS = [f"train.{name}" for name, x in settings_of(Train).items() if x.is_length]
-# Renamed settings whose new name is not the nearest match.
-RENAMED = {
-  "train.products": "train.matmul_dtype",
-  "train.parameters": "train.param_sharding",
-  "train.batches": "train.sampling",
-  "train.keep_checkpoints": "train.max_to_keep",
-  "model.norm": "model.norm_position",
-  "model.norm_kind": "model.norm_type",
-  "data.documents": "data.isolate_documents",
-  "data.tokenizer_file": "data.tokenizer.file",
-  "data.tokenizer_size": "data.tokenizer.vocab_size",
-  "data.lower_text": "data.tokenizer.lower_text",
-  "data.lower_pieces": "data.tokenizer.lower_pieces",
-  "data.restrict_vocabulary": "data.tokenizer.restrict_vocabulary",
-}

@@ -3,8 +3,9 @@
 `default()` gives all settings; a file of `configs/` starts from it.
 """
 
+import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 from dpjax.config import registry, schema
@@ -146,7 +147,7 @@ def fill(
   for name in _check_section(values, prefix[:-1]):
     if name not in nodes:
       settings = walk(fill({}, section, prefix), section, prefix)
-      raise unknown_key(f"{prefix}{name}", [key for key, *_ in settings])
+      raise unknown_setting(f"{prefix}{name}", [key for key, *_ in settings])
   if is_complete and (missing := [f"{prefix}{name}" for name in nodes if name not in values]):
     raise UserError(f"{', '.join(missing)}: expected a value, got none")
   config = Section()
@@ -164,13 +165,6 @@ def fill(
       value = values.get(name, {})
       config[name] = fill(value, node.section(), f"{key}.", is_complete=is_complete)
   return config
-
-
-def unknown_key(key: str, names: Iterable[str], owner: str = "") -> UserError:
-  """The error for an unknown setting; it suggests the new name or the nearest one."""
-  if key in schema.RENAMED:
-    names = [schema.RENAMED[key]]
-  return unknown_setting(key, names, owner)
 
 
 def fill_component(
@@ -321,7 +315,8 @@ def differences(old: Settings, new: Settings) -> list[str]:
   before = {key: value for key, value, _ in walk(old)}
   after = {key: value for key, value, _ in walk(new)}
   settings = {key: setting for config in (old, new) for key, _, setting in walk(config)}
-  has_fixed_length = after["train.schedule.name"] != "constant"
+  schedule = registry.schedules.component(new.train.schedule.name)
+  has_fixed_length = "num_steps" in inspect.signature(schedule).parameters
   lines = []
   for key in sorted(settings):
     there = before.get(key)

@@ -89,7 +89,7 @@ def read_text(path: str | Path, setting: str = "data.path") -> str:
   except (UserError, OSError) as error:
     reason = getattr(error, "strerror", None) or error.__cause__ or error
     raise UserError(f"{expected} ({reason})") from error
-  raise UserError(f"{expected} (no regular file)")
+  raise UserError(f"{expected} (not a regular file)")
 
 
 def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
@@ -101,7 +101,11 @@ def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[str]:
     UserError: the file is damaged, or has no such column of strings.
   """
   path = Path(path)
-  return (_parquet if path.suffix == ".parquet" else _json_lines)(path, columns)
+  if path.suffix == ".parquet":
+    return _parquet(path, columns)
+  if path.with_suffix("").suffix == ".parquet":
+    raise UserError(f"{path}: expected .parquet, which is compressed inside, got {path.suffix}")
+  return _json_lines(path, columns)
 
 
 def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[str]:

@@ -251,7 +251,7 @@ def _open_files(
   for path in paths:
     if path.stat() and not path.is_file():
       expected = "expected a readable text file or folder"
-      raise UserError(f"data.path: {expected}, got {path} (no regular file)")
+      raise UserError(f"data.path: {expected}, got {path} (not a regular file)")
     ids.append([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns])
   about: JsonObject = {"files": ids if len(ids) == 1 else [_digest(ids)]}
   read: Callable[[Path], Iterable[str]] = readers.read_blocks

@@ -137,8 +137,8 @@ class _Arrays(Mapping[str, np.ndarray]):
     if expected and files.checksum(path) != expected:
       raise UserError(
         f"{path}: expected the tokens as they were made, got a file that was changed; put a "
-        f"copy in its place, or remove {path.resolve().parent}, which training with the run's "
-        "settings makes again"
+        f"copy in its place, or remove {path.resolve().parent}: training with the run's "
+        "settings recreates it"
       )
     self._unchecked.pop(path.name, None)
     return np.memmap(path, self._dtype, "r")

@@ -53,9 +53,13 @@ class Generator:
   """Generates text with a model; compiles once for each number of rows and size of prompts."""
 
   def __init__(
-    self, settings: ConfigDict, sample: Sample, model: LanguageModel, tokenizer: Tokenizer
+    self,
+    settings: ConfigDict,
+    sample: Sample | ConfigDict,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
   ):
-    """Takes `config.model` of a run, its `config.sample` as a class, its model and tokenizer."""
+    """Takes `config.model` and `config.sample` of a run, its model and tokenizer."""
     self._settings = settings
     self._sample = sample
     self._model = model

@@ -113,7 +113,10 @@ _LOW = (jnp.bfloat16, jnp.float16)
 # does so on a thread of that pool, so that as many FFTs as there are threads wait for each other
 # for ever (openxla/xla PR 46347). Before 0.11.1, such an FFT takes no other thread; from 0.12 on,
 # programs run on threads of their own, and an FFT does itself what no thread has begun.
-_FFT_CAN_DEADLOCK = metadata.version("jaxlib").startswith(("0.11.1", "0.11.2"))
+_FFT_CAN_DEADLOCK = metadata.version("jaxlib").split(".")[:3] in (
+  ["0", "11", "1"],
+  ["0", "11", "2"],
+)
 # The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
 # results/ops_h200.json. The first matching row is used: rank of the filters, maximum of B, maximum
 # of T, implementation.

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
@@ -188,15 +187,15 @@ def restore(folder: Path, shapes: "Params", step: int | None = None) -> tuple["P
       # The checksum reads the whole file.
       if not run_files.check_exported(folder, run_files.PARAMETERS):
         _log.warning("%s: an export without checksums: damage would not be noticed", folder)
-      params = {}
+      leaves = []
       for name, x in expected.items():  # Via the host, one array at a time.
         array = np.asarray(file.get_tensor(name)).astype(x.dtype)
-        params[name] = jax.device_put(array, x.sharding)
+        leaves.append(jax.device_put(array, x.sharding))
   except UserError:
     raise
   except (OSError, SafetensorError, ValueError) as error:
     raise UserError(f"{path}: expected a complete file of safetensors, got {error}") from error
-  return unflatten_dict(params, sep="."), saved_step
+  return jax.tree.unflatten(jax.tree.structure(shapes), leaves), saved_step
 
 
 def _by_name(params: "Params") -> dict[str, jax.Array]:

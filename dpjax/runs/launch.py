@@ -76,9 +76,17 @@ def train(
     frozen = _frozen_run(config, workdir, data.tokenizer)
     frozen_model = saved_frozen(config, workdir) if frozen is None else frozen.model
     module = build.make_model(config, model, frozen_model)
-    run = Run(config, module, {}, data.tokenizer, 0, data, workdir)
+    # Its parameters are those of the best checkpoint, after `fit`.
+    run = Run(
+      config, module, params={}, tokenizer=data.tokenizer, step=0, data=data, workdir=workdir
+    )
     train_batches = make_batches(config, data)
-    num_steps = rules.steps_in(config.train, "num", steps_per_epoch=train_batches.steps_per_epoch)
+    num_steps = rules.steps_in(
+      config.train.num_steps,
+      config.train.num_epochs,
+      "num",
+      steps_per_epoch=train_batches.steps_per_epoch,
+    )
     initial = _initial(run, frozen, model)
     trainer = make_trainer(config, module, num_steps, optimizer, initial)
     num_parameters = _check(run, trainer)
@@ -229,7 +237,9 @@ def _initial(
   return read
 
 
-def _load_other(folder: str, key: str, tokenizer: Tokenizer, model=None) -> Run:
+def _load_other(
+  folder: str, key: str, tokenizer: Tokenizer, model: build.CustomModel = None
+) -> Run:
   """The run that a setting names, which must have the same vocabulary."""
   try:
     other = load(folder, model=model)

@@ -257,8 +257,7 @@ class Run:
 
   @cached_property
   def _generator(self) -> generator.Generator:
-    sample = schema.Sample(**self.config.sample)
-    return generator.Generator(self.config.model, sample, self.model, self.tokenizer)
+    return generator.Generator(self.config.model, self.config.sample, self.model, self.tokenizer)
 
   @cached_property
   def scorer(self) -> evaluation.Scorer:
@@ -297,7 +296,8 @@ class Run:
         saved_step, params = saved.restore_step(abstract, step, origin, field)
     _check_finite(params, self.workdir)
     run = dataclasses.replace(self, params=params, step=saved_step)
-    run.scorer = self.scorer
+    if "scorer" in vars(self):
+      run.scorer = self.scorer
     return run
 
 
@@ -335,7 +335,8 @@ def load(
   data = prepare.read_tokens(config, workdir / "data")
   config = build.with_vocabulary(config, data.tokenizer)
   built = build.make_model(config, model, saved_frozen(config, workdir))
-  return Run(config, built, {}, data.tokenizer, 0, data, workdir).at_step(step)
+  run = Run(config, built, params={}, tokenizer=data.tokenizer, step=0, data=data, workdir=workdir)
+  return run.at_step(step)
 
 
 def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) -> Run:

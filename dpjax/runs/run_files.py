@@ -7,7 +7,7 @@ data/            the vocabulary, the sizes of the texts, and the path of their t
 checkpoints/     the last, and the best by validation
 metrics.jsonl    scores of each report; tensorboard/ has the same
 losses.f32       the loss of every update, as float32
-scores_<split>_<step>.json    scores of a whole split, by train.py and evaluate.py
+scores_<split>_<step>.json    scores of a whole split, by `dpjax train` and `dpjax evaluate`
 lock             locked by the training process; has its host and process id
 """
 
@@ -93,7 +93,7 @@ def lock(workdir: Path) -> Iterator[None]:
   written, a file in it is a link or not a regular file, or it is removed.
   """
   if is_exported(workdir):
-    hint = "to train on, take a new workdir and it as train.init_from"
+    hint = "to continue training, use a new workdir with train.init_from set to this folder"
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:

@@ -323,8 +323,15 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict
   return tree, meta, [fingerprint for _, fingerprint in saved.values()]
 
 
-def check_arrays(arrays: Mapping[str, str], expected: Mapping[str, str], message: str) -> None:
-  """Raises a `UserError` that begins with `message` unless `arrays` match the `expected` ones."""
+def check_arrays(
+  arrays: Mapping[str, str | tuple[int, ...]],
+  expected: Mapping[str, str | tuple[int, ...]],
+  message: str,
+) -> None:
+  """Raises a `UserError` that begins with `message` unless the arrays have the expected forms.
+
+  A form is a dtype and a shape, or only a shape.
+  """
   if wrong := [name for name in {**arrays, **expected} if arrays.get(name) != expected.get(name)]:
     wrong.sort(key=lambda name: (not name.startswith("params."), name))  # Moments follow them.
     lines = [f"{x} is {arrays.get(x)}, in the model {expected.get(x)}" for x in wrong[:4]]

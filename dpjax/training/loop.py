@@ -102,10 +102,10 @@ def fit(
     OSError: a file cannot be read or written.
   """
   sharding.check_rows(batches.batch_size, trainer.settings.grad_accum_steps)
-  loop = _Loop(trainer, batches, validate, folder, hooks.callbacks)
   num_steps = trainer.num_steps
   with contextlib.ExitStack() as stack:
     find_signal = stack.enter_context(_stop_signal(num_steps))
+    loop = _Loop(trainer, batches, validate, folder, hooks.callbacks)
     start = loop.restore(stack)
     trace = stack.enter_context(_Trace(hooks.profile, folder.path, loop.reporter))
     trace.check(start, num_steps)
@@ -140,7 +140,10 @@ class _Loop:
     self.folder = folder
     self.callbacks = callbacks
     self.eval_every_steps = steps_in(
-      vars(trainer.settings), "eval_every", steps_per_epoch=batches.steps_per_epoch
+      trainer.settings.eval_every_steps,
+      trainer.settings.eval_every_epochs,
+      "eval_every",
+      steps_per_epoch=batches.steps_per_epoch,
     )
     self.mesh = sharding.make_mesh()
     self.rows = sharding.process_rows(batches.batch_size)

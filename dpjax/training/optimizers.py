@@ -36,10 +36,10 @@ def build_optimizer(settings: Train, num_steps: int) -> optax.GradientTransforma
   """
   rate = build_schedule(settings, num_steps)
   mask = {"mask": decays} if settings.weight_decay_mask == "matrices" else {}
-  update = registry.optimizers.build(
+  optimizer = registry.optimizers.build(
     settings.optimizer, "train.optimizer", learning_rate=rate, **mask
   )
-  return _clip(update, settings.grad_clip_norm)
+  return _clip(optimizer, settings.grad_clip_norm)
 
 
 def decays(params: Params) -> Params:
@@ -71,22 +71,22 @@ def make_optimizer(
   function of the update's number. An unknown name or setting raises a `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
-  update = registry.optimizers.build(section, "optimizer", learning_rate=rate)
-  return _clip(update, grad_clip_norm)
+  optimizer = registry.optimizers.build(section, "optimizer", learning_rate=rate)
+  return _clip(optimizer, grad_clip_norm)
 
 
 def _clip(
-  update: optax.GradientTransformation, grad_clip_norm: float
+  optimizer: optax.GradientTransformation, grad_clip_norm: float
 ) -> optax.GradientTransformation:
   if not grad_clip_norm:
-    return update
-  return optax.chain(optax.clip_by_global_norm(grad_clip_norm), update)
+    return optimizer
+  return optax.chain(optax.clip_by_global_norm(grad_clip_norm), optimizer)
 
 
 def for_model(
-  update: optax.GradientTransformation, model: nn.Module
+  optimizer: optax.GradientTransformation, model: nn.Module
 ) -> optax.GradientTransformationExtraArgs:
-  """Wraps any Optax update rule to accept the loss as `value`.
+  """Wraps any Optax optimizer to accept the loss as `value`.
 
   The parameters at `dpjax.models.build.frozen_path` are excluded from updates, norms and moments.
   """
@@ -102,33 +102,33 @@ def for_model(
   def update_trained(updates, state, params=None, **extra):
     inputs = (trained(updates), state, trained(params))
     try:
-      outputs, state = update.update(*inputs, **extra)
+      outputs, state = optimizer.update(*inputs, **extra)
     except TypeError as error:
       # Types do not show which rules take it: MultiSteps does, sam in a chain does not.
       if "unexpected keyword argument 'value'" not in str(error):
         raise
-      outputs, state = update.update(*inputs)
+      outputs, state = optimizer.update(*inputs)
     if path:
       zeros = jax.tree.map(jnp.zeros_like, split(updates, True))
       outputs = traverse_util.unflatten_dict(traverse_util.flatten_dict(outputs) | zeros)
     return outputs, state
 
   return optax.GradientTransformationExtraArgs(
-    lambda params: update.init(trained(params)), update_trained
+    lambda params: optimizer.init(trained(params)), update_trained
   )
 
 
 def scale_by_stage(
-  update: optax.GradientTransformation, multipliers: Sequence[float]
+  optimizer: optax.GradientTransformation, multipliers: Sequence[float]
 ) -> optax.GradientTransformationExtraArgs:
-  """Multiplies the updates of a rule by one number for each stage of a model.
+  """Multiplies the updates of an optimizer by one number for each stage of a model.
 
     scale_by_stage(optax.adamw(1e-3), (3.0, 1.7, 0.9))
 
-  For rules whose updates are proportional to the learning rate, these scale that rate. The first
-  number is for the embedding, the logits and all else outside of a middle; the second for the
-  middle and the null group, norm and projections around it; the third for the middle's middle.
-  Boundaries belong to the stage whose vectors they read. The state is that of `update`.
+  Where updates are proportional to the learning rate, these scale that rate. The first number is
+  for the embedding, the logits and all else outside of a middle; the second for the middle and the
+  null group, norm and projections around it; the third for the middle's middle. Boundaries belong
+  to the stage whose vectors they read. The state is that of `optimizer`.
 
   Raises:
     ValueError: there are more or fewer multipliers than stages.
@@ -140,10 +140,10 @@ def scale_by_stage(
     stages = jax.tree.map_with_path(lambda path, _: _stage(_names(path)), updates)
     if (count := 1 + max(jax.tree.leaves(stages), default=0)) != len(multipliers):
       raise UserError(f"multipliers: expected {count}, one for each stage, got {multipliers}")
-    updates, state = update.update(updates, state, params, **extra)
+    updates, state = optimizer.update(updates, state, params, **extra)
     return jax.tree.map(lambda x, stage: x * multipliers[stage], updates, stages), state
 
-  return optax.GradientTransformationExtraArgs(update.init, update_scaled)
+  return optax.GradientTransformationExtraArgs(optimizer.init, update_scaled)
 
 
 def _stage(names: Sequence[str]) -> int:
@@ -155,7 +155,7 @@ def _stage(names: Sequence[str]) -> int:
 
 
 def check(
-  update: optax.GradientTransformationExtraArgs, params: Params, key: str = "optimizer"
+  optimizer: optax.GradientTransformationExtraArgs, params: Params, key: str = "optimizer"
 ) -> optax.OptState:
   """Checks by shapes an update rule for a model's parameters; returns the shapes of its state.
 
@@ -165,11 +165,11 @@ def check(
   """
 
   def step(params, state):
-    updates, state = update.update(params, state, params, value=jnp.float32(0))
+    updates, state = optimizer.update(params, state, params, value=jnp.float32(0))
     return optax.apply_updates(params, updates), state
 
   try:
-    state = jax.eval_shape(update.init, params)
+    state = jax.eval_shape(optimizer.init, params)
     after = jax.eval_shape(step, params, state)
   except Exception as error:  # any type: the update rule may be user code
     reason = str(error).partition("\n")[0]
@@ -195,8 +195,10 @@ def describe_arrays(tree: Any, key: str = "") -> dict[str, str]:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.eval_shape(jax.random.key_data, leaf)
     name = jax.tree_util.keystr(path, simple=True, separator=".")
-    if name in arrays or not hasattr(tensorstore, str(leaf.dtype)):
-      raise UserError(f"{key}: expected arrays to save, got {name} of {leaf.dtype} or twice")
+    if name in arrays:
+      raise UserError(f"{key}: expected one array for each name, got two of {name}")
+    if not hasattr(tensorstore, str(leaf.dtype)):
+      raise UserError(f"{key}: expected a dtype that checkpoints have, got {name} of {leaf.dtype}")
     arrays[name] = f"{np.dtype(leaf.dtype)} {list(leaf.shape)}"
   return arrays
 

@@ -94,6 +94,8 @@ class Trainer:
     pools = isinstance(self.model, LanguageModel) and self.model.hourglass is not None
     if pools and not self.objective.boundaries:
       raise UserError("objective: expected one with the boundaries of the model, got none")
+    # Made outside of a trace, whose arrays must not be kept.
+    _ = self.update_rule
 
   @functools.cached_property
   def update_rule(self) -> optax.GradientTransformationExtraArgs:
@@ -124,7 +126,9 @@ class Trainer:
     if self.initial is None:
       return state
     params = self.initial(state.params)
-    params = jax.device_put(params, None if shardings is None else shardings.params)
+    # Copied, since an update gives its memory away.
+    place = None if shardings is None else shardings.params
+    params = jax.device_put(params, place, may_alias=False)
     average = None if state.average is None else jax.tree.map(jnp.copy, params)
     return state.replace(params=params, average=average)
 

@@ -263,8 +263,15 @@ def test_compressed_texts_and_marks_are_read_as_plain_ones(tmp_path):
     text = "".join(joined(helpers.load_corpus(path=path)).values())
     assert readers.read_text(path) == text == content[3:].decode()
   helpers.make_pipe(tmp_path / "pipe")
-  with pytest.raises(UserError, match="^text: expected .*no regular file"):
+  with pytest.raises(UserError, match="^text: expected .*not a regular file"):
     readers.read_text(tmp_path / "pipe", "text")
+
+
+def test_a_compressed_parquet_file_is_named(tmp_path):
+  path = tmp_path / "a.parquet.gz"
+  path.write_bytes(gzip.compress(helpers.parquet(["text"], "text")))
+  with pytest.raises(UserError, match="a.parquet.gz: expected .parquet, which .*, got .gz"):
+    helpers.load_corpus(path=path, data_dir=tmp_path / "data")
 
 
 def test_a_folder_with_data_dir_in_it_is_the_same_text_again(tmp_path):
@@ -283,7 +290,7 @@ def replace(name, make):
 
 
 JOINED = "^data.isolate_documents: expected False for {}, which does not say where documents begin"
-NO_FILE = r"^data.path: .*{} \(no regular file\)"
+NO_FILE = r"^data.path: .*{} \(not a regular file\)"
 
 
 @pytest.mark.parametrize(

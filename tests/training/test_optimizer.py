@@ -262,10 +262,13 @@ REFUSED = [
     lambda: optax.monitor({"norm": lambda updates, **more: optax.tree.norm(updates)}),
     ".* to keep the form of the state, got float32 .* for .*norm",
   ),
-  (lambda: any_state(jnp.ones(5, jnp.uint4)), "expected arrays to save, got 1.1 of uint4"),
+  (
+    lambda: any_state(jnp.ones(5, jnp.uint4)),
+    "expected a dtype that checkpoints have, got 1.1 of uint4",
+  ),
   (
     lambda: optax.named_chain(("a.b", ADAM), ("a", optax.named_chain(("b", ADAM)))),
-    "expected .*, got 1.a.b.0.count .* twice$",
+    "expected one array for each name, got two of 1.a.b.0.count$",
   ),
 ]
 

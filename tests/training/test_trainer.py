@@ -338,3 +338,24 @@ def test_a_pooled_model_needs_the_loss_of_its_boundaries():
   model = make_model(boundaries=dpjax.config.boundaries("fixed"))
   with pytest.raises(dpjax.UserError, match="^objective: expected one with the boundaries of"):
     make_trainer(model)
+
+
+def test_a_schedule_that_makes_arrays_is_built_outside_of_a_trace():
+  def falling(peak, num_steps):
+    rates = jnp.linspace(peak, 0, num_steps)
+    return lambda update: rates[update]
+
+  dpjax.register_schedule("falling_for_test", falling)
+  settings = dpjax.config.Train(schedule=dpjax.config.schedule("falling_for_test"))
+  trainer = Trainer(helpers.Bigrams(7), settings, num_steps=5)
+  state, metrics = jax.jit(trainer.step)(trainer.init(), draw_batch())
+  assert metrics["learning_rate"] == np.float32(settings.learning_rate)
+
+
+def test_the_initial_parameters_stay_the_callers(plain_update):
+  model, before, _, _ = plain_update
+  mine = jax.tree.map(jnp.copy, before.params)
+  trainer = Trainer(model, dpjax.config.Train(), num_steps=5, initial=lambda drawn: mine)
+  mesh = sharding.make_mesh(jax.devices()[:1])
+  trainer.jit_step(mesh)(trainer.init(mesh), draw_batch())
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
