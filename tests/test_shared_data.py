@@ -111,7 +111,7 @@ def test_changed_tokens_are_found_before_they_are_used(config, tmp_path):
   changed[[11, 13]] = changed[[13, 11]]
   assert (changed != data.splits["train"]).sum() == 2
   changed.tofile(path)
-  message = f"^{path}: .* a file that was changed; .* remove {data.folder}, "
+  message = f"^{path}: .* a file that was changed; .* remove {data.folder}: "
   with pytest.raises(UserError, match=message):
     prepare.prepare_tokens(config, folder)
   run = dpjax.runs.Run(config, nn.Dense(3), {}, data.tokenizer, 0, token_files.open_tokens(folder))
