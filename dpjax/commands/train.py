@@ -70,7 +70,7 @@ def _find_config(config: "ConfigDict | None", workdir: str) -> "ConfigDict":
     return config
   if not (Path(workdir) / "config.json").exists():
     expected = "expected an experiment, or a --workdir with a run to resume"
-    raise UserError(f"--config: {expected}, got none, and {workdir}")
+    raise UserError(f"--config: {expected}, got none, and no run in {workdir}")
   return run_files.read_config(Path(workdir))
 
 
