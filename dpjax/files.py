@@ -201,7 +201,7 @@ def build_once(
 
   Args:
     folder: the folder; one built from other inputs is replaced.
-    inputs: JSON values.
+    inputs: JSON values; "files" is the record's.
     build: fills an empty folder, and returns additional values to record.
 
   Returns the record: `inputs`, the result of `build`, and the sizes of the files.
@@ -209,6 +209,7 @@ def build_once(
   Raises:
     UserError: from `build` or `replacing`; or data_dir cannot be written, or its disk is full.
   """
+  assert "files" not in inputs
   inputs = json.loads(json.dumps(inputs))
   if record := read_record(folder, inputs):
     return record

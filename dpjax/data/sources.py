@@ -270,7 +270,7 @@ def _open_files(
     return (("train", text) for path in paths for text in read(path))
 
   folder = Path(data.data_dir, "texts", name)
-  texts, _ = write_texts(folder, inputs, read_all, are_documents=are_documents)
+  texts, _ = write_texts(folder, {"of": inputs}, read_all, are_documents=are_documents)
   return texts["train"], about
 
 

@@ -100,6 +100,11 @@ def test_load_corpus_of_records(tmp_path, suffix):
   corpus = helpers.load_corpus(text_field="body", **settings)
   splits = all_documents(corpus)
   assert in_order(splits) == WHOLE and all(splits.values()) and corpus.name == "texts"
+  (written,) = (tmp_path / "data/texts").glob("*/train.txt")
+  before = written.stat()
+  helpers.load_corpus(text_field="body", **settings)
+  after = written.stat()
+  assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
   with pytest.raises(UserError, match=f"texts{suffix}: expected a .* string.* text|'text'"):
     helpers.load_corpus(**settings)
   for i, stem in enumerate(("train", "validation", "test")):
