@@ -197,19 +197,19 @@ class ShuffledWindows(_Rows):
 class RandomWindows(TrainingWindows):
   """Training batches of windows at any offset, as in the Extractors' paper.
 
-  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. An epoch has every
-  window once, in an order that depends only on the seed and the epoch. Batch s takes draws
+  A stream of N tokens has N - T windows of T + 1 tokens, one at each offset. A round has every
+  window once, in an order that depends only on the seed and the round. Batch s takes draws
   s*B .. s*B + B - 1.
 
-    tokens 0 1 2 3 4 5 6, T = 3, B = 2; the epoch's offsets in the order 2 0 3 1
+    tokens 0 1 2 3 4 5 6, T = 3, B = 2; the round's offsets in the order 2 0 3 1
     step 0: tokens [[2 3 4] [0 1 2]]  targets [[3 4 5] [1 2 3]]  weights all 1
     step 1: tokens [[3 4 5] [1 2 3]]  targets [[4 5 6] [2 3 4]]  weights all 1
 
-  If an epoch does not fill its last batch, the next one does; steps_per_epoch =
-  ceil((N - T) / B).
+  If a round does not fill its last batch, the next one does. An epoch reads as many tokens as the
+  stream has: steps_per_epoch = ceil(ceil((N - 1) / T) / B), about a T-th of a round.
 
   Source: Chen 2023, arXiv:2308.07661, Sec. 6: 60,000 batches of 64 windows are 0.457 epochs of
-  8.4M tokens there, so every offset is a window.
+  8.4M tokens there, so every offset is a window; the paper's epoch is a round.
   """
 
   _block = -1  # of steps, with the offsets of their rows
@@ -233,7 +233,11 @@ class RandomWindows(TrainingWindows):
         f"train.window: expected at most {max(0, num_tokens - 1)} (the train split has "
         f"{num_tokens} tokens, the last of them only a target), got {self.window}"
       )
-    return -(-self._num_windows // self.batch_size)
+    return -(-self._count_cover(num_tokens) // self.batch_size)
+
+  def _count_cover(self, num_tokens: int) -> int:
+    """The number of windows whose targets are as many as those of a stream."""
+    return -(-(num_tokens - 1) // self.window)
 
 
 class EvaluationDocuments:

@@ -50,7 +50,8 @@ class MixedWindows(RandomWindows):
     rows 0 1 2 3 4 5 6 7, v = 0 1/2 1/4 3/4 1/8 5/8 3/8 7/8  ->  sources 0 0 0 1 0 0 0 1
 
   The k-th row of a source is draw k of its `RandomWindows`, whose order depends on seed, source and
-  epoch; steps_per_epoch = ceil(sum of all sources' windows / B).
+  round. An epoch reads as many tokens as all sources have: with n of a source,
+  steps_per_epoch = ceil(sum of ceil((n - 1) / T) / B).
 
   Source: van der Corput 1935; among 2**k rows that start at a multiple of 2**k, each of the 2**k
   intervals of length 2**-k has one.
@@ -81,6 +82,7 @@ class MixedWindows(RandomWindows):
     """
     self._begins = np.cumsum([0, *sizes[:-1]])
     self._num_windows = np.array(sizes) - window
+    self._sizes = sizes
     self._edges = np.round(np.cumsum([0, *shares]) * 2**_BITS).astype(np.int64)
     self._flipped = np.random.SeedSequence((seed, 3)).generate_state(1, np.uint32).astype(np.int64)
     super().__init__(stream, batch_size, window, seed)
@@ -123,7 +125,7 @@ class MixedWindows(RandomWindows):
         f"train.window: expected at most {max(0, shortest - 1)} (the shortest source of "
         f"data.mixture has {shortest} training tokens), got {self.window}"
       )
-    return -(-int(self._num_windows.sum()) // self.batch_size)
+    return -(-sum(self._count_cover(size) for size in self._sizes) // self.batch_size)
 
 
 def _mirror(values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Mixtures: shares of the rows, windows of one source, and tokens of several."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_the_rows_of_a_source_are_counted():
     assert (more == more[0]).all() and more[0] == pytest.approx(added * 3 * 2**32, abs=3)
 
 
-def test_rows_are_windows_of_one_source_each_of_which_comes_once_an_epoch():
+def test_rows_are_windows_of_one_source_each_of_which_comes_once_a_round():
   batches = make()
   rows = np.concatenate([batches.batch(step)["tokens"] for step in range(60)])
   sources = np.searchsorted(ENDS, rows, "right")
@@ -56,10 +57,11 @@ def test_rows_are_windows_of_one_source_each_of_which_comes_once_an_epoch():
   np.testing.assert_array_equal(sources[:, 0], batches.sources(np.arange(480)))
   for source, size in enumerate(SIZES):
     begins = rows[sources[:, 0] == source][:, 0]
-    for epoch in np.split(begins, range(size - 5, len(begins), size - 5)):
-      assert len({*epoch}) == len(epoch)
+    for order in np.split(begins, range(size - 5, len(begins), size - 5)):
+      assert len({*order}) == len(order)
     np.testing.assert_array_equal(np.diff(rows, axis=1), 1)
-  assert batches.steps_per_epoch == -(-(sum(SIZES) - 15) // 8)
+  # An epoch has as many targets as the sources.
+  assert batches.steps_per_epoch == -(-sum(math.ceil((size - 1) / 5) for size in SIZES) // 8)
 
 
 def test_a_source_that_is_too_short():
