@@ -14,6 +14,7 @@ import dpjax
 from dpjax.config import sections
 from dpjax.data import batches
 from dpjax.data.token_files import Tokens
+from dpjax.errors import UserError
 from dpjax.models import build
 from dpjax.runs import launch, prepare
 from dpjax.text.characters import Bytes
@@ -298,3 +299,24 @@ def test_settings_of_scores_and_samples_may_change_after_a_run_is_loaded(finishe
   assert run.scorer.sizes()[0] == 5
   (text,) = run.generate("the cat", temperature=0.0)
   assert len(run.tokenizer.encode(text)) == 3
+
+
+@pytest.mark.parametrize(
+  "key, value", [("train.learning_rate", 0.5), ("model.norm_epsilon", 0.5), ("train.batch_size", 3)]
+)
+def test_settings_that_were_changed_in_the_folder_are_named(key, value, finished, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(finished[0], workdir)
+  path = workdir / "config.json"
+  settings = json.loads(path.read_text())
+  section, name = key.split(".")
+  before = settings[section][name]
+  settings[section][name] = value
+  path.write_text(json.dumps(settings))
+  message = (
+    rf"config.json: expected the settings with .*, got others: {key}: {before} there, {value}"
+  )
+  with pytest.raises(UserError, match=message):
+    dpjax.load(workdir)
+  with pytest.raises(UserError, match=message):
+    dpjax.train(dpjax.config.from_dict(settings), workdir)

@@ -73,6 +73,7 @@ def train(
   with run_files.lock(workdir):
     data = prepare.open_data(settings, workdir)
     config = build.with_vocabulary(settings, data.tokenizer)
+    run_files.check_saved(workdir, settings, config)
     frozen = _frozen_run(config, workdir, data.tokenizer)
     frozen_model = saved_frozen(config, workdir) if frozen is None else frozen.model
     module = build.make_model(config, model, frozen_model)

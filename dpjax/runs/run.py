@@ -331,9 +331,10 @@ def load(
     return _load_released(workdir, *released, dtype)
   if dtype != "float32":
     raise UserError(f"dtype: expected float32 for a run, which has a model.dtype, got {dtype}")
-  config = run_files.read_config(workdir)
-  data = prepare.read_tokens(config, workdir / "data")
-  config = build.with_vocabulary(config, data.tokenizer)
+  settings = run_files.read_config(workdir)
+  data = prepare.read_tokens(settings, workdir / "data")
+  config = build.with_vocabulary(settings, data.tokenizer)
+  run_files.check_saved(workdir, settings, config)
   built = build.make_model(config, model, saved_frozen(config, workdir))
   run = Run(config, built, params={}, tokenizer=data.tokenizer, step=0, data=data, workdir=workdir)
   return run.at_step(step)

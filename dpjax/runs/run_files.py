@@ -220,6 +220,30 @@ def read_config(workdir: Path) -> ConfigDict:
   return loading.of_run(workdir)
 
 
+def check_saved(workdir: Path, settings: ConfigDict, config: ConfigDict) -> None:
+  """Raises a `UserError` if a run's checkpoints have other settings than its config.json.
+
+  Args:
+    workdir: the run's folder.
+    settings: those of config.json.
+    config: the same with what follows from the tokenizer, which checkpoints compare themselves.
+  """
+  saved = checkpoints.read_meta(workdir / "checkpoints").get("config")
+  if not isinstance(saved, dict):
+    return
+  following = {line.partition(":")[0] for line in sections.differences(settings, config)}
+  differences = [
+    line
+    for line in sections.differences(saved, config.to_dict())
+    if line.partition(":")[0] not in following
+  ]
+  if differences:
+    raise UserError(
+      f"{workdir / 'config.json'}: expected the settings with which the run was trained (there, in "
+      f"its checkpoints), got others: {'; '.join(differences)}"
+    )
+
+
 def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):

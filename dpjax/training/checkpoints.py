@@ -207,6 +207,15 @@ def find_complete(folder: str | Path) -> list[Path]:
   return [Path(each.path) for each in sorted(steps, key=lambda each: -each.step)]
 
 
+def read_meta(folder: str | Path) -> files.JsonObject:
+  """The JSON values of the newest complete checkpoint in a folder; {} if they cannot be read."""
+  for path in find_complete(folder)[:1]:
+    with contextlib.suppress(OSError, ValueError):
+      meta = files.load_json(path / "meta" / "metadata")
+      return meta if isinstance(meta, dict) else {}
+  return {}
+
+
 @jax.jit
 def fingerprints(tree: Any) -> list[jax.Array]:
   """One number for each array: the sum of its 32-bit words, weighted by position.
