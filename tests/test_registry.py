@@ -238,3 +238,16 @@ def test_a_run_of_boundaries_that_need_the_text(text, tmp_path):
   run.save(tmp_path / "small")
   new = "a cat and one rat in a bat"
   assert dpjax.load(tmp_path / "small").score(new) == run.score(new)
+
+
+def test_the_module_whose_import_registers_is_the_plugin(mixers, tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "a_helper.py").write_text(
+    "import dpjax\n\n\ndef register(name, mixer):\n  dpjax.register_mixer(name, mixer)\n"
+  )
+  (tmp_path / "its_plugin.py").write_text(
+    "from dpjax.layers import WE\n\nimport a_helper\n\n\nclass Mine(WE):\n"
+    "  pass\n\n\na_helper.register('by_a_helper', Mine)\n"
+  )
+  registry.import_plugin("its_plugin")
+  assert registry.mixers.origin("by_a_helper") == "its_plugin"

@@ -92,17 +92,14 @@ class Registry(Generic[T]):
       raise ValueError(f"{self.kind}: {expected}, got {got}")
     if name not in self._builtins:
       self._registered[name] = component
-    # The calling module, which may differ from the component's.
-    frame = inspect.currentframe()
-    caller = frame.f_back if frame else None
-    self._origins[name] = caller.f_globals.get("__name__", "__main__") if caller else "__main__"
+    self._origins[name] = _module_in_execution()
 
   def is_builtin(self, name: str) -> bool:
     """Whether the component is dpjax's."""
     return name in self._builtins
 
   def origin(self, name: str) -> str | None:
-    """The module that registered a component, for --plugin; None for dpjax and the program."""
+    """The module whose import registered a component, for --plugin; None for dpjax and a program."""
     origin = self._origins.get(name)
     return None if origin == "__main__" else origin
 
@@ -211,6 +208,14 @@ def _setting(parameter: inspect.Parameter, hint: object) -> Setting | None:
   # A required setting is None until it is set.
   is_optional = types.NoneType in members or default is None
   return Setting(default, explicit_type=value_type, is_optional=is_optional)
+
+
+def _module_in_execution() -> str:
+  """The module whose import called this, perhaps through functions of others."""
+  frame = inspect.currentframe()
+  while frame is not None and frame.f_code.co_name != "<module>":
+    frame = frame.f_back
+  return "__main__" if frame is None else frame.f_globals.get("__name__", "__main__")
 
 
 @functools.cache
