@@ -99,7 +99,7 @@ class Registry(Generic[T]):
     return name in self._builtins
 
   def origin(self, name: str) -> str | None:
-    """The module whose import registered a component, for --plugin; None for dpjax's own."""
+    """The module that --plugin names for a component; None for dpjax's and the program's."""
     origin = self._origins.get(name)
     return None if origin == "__main__" else origin
 

@@ -91,12 +91,9 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def best_step(self) -> int | None:
     """The best step by validation, if it was saved."""
-    paths = find_complete(self._folder)
-    for path in paths:
-      with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        step = files.load_json(path / "meta" / "metadata")["best"]["step"]
-        return step if any(path.name == str(step) for path in paths) else None
-    return None
+    best = read_meta(self._folder).get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return step if step in self.steps() else None
 
   def save(
     self, state: TrainState, meta: Mapping, *, origin: Mapping[str, str] | None = None
@@ -208,11 +205,12 @@ def find_complete(folder: str | Path) -> list[Path]:
 
 
 def read_meta(folder: str | Path) -> files.JsonObject:
-  """The JSON values of the newest complete checkpoint in a folder; {} if they cannot be read."""
-  for path in find_complete(folder)[:1]:
+  """The JSON values of the newest complete checkpoint that has readable ones; {} without any."""
+  for path in find_complete(folder):
     with contextlib.suppress(OSError, ValueError):
       meta = files.load_json(path / "meta" / "metadata")
-      return meta if isinstance(meta, dict) else {}
+      if isinstance(meta, dict):
+        return meta
   return {}
 
 
