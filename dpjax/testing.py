@@ -12,8 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax.errors import InvalidRngError
 
-from dpjax.layers.mixer import takes_starts
-from dpjax.mixers_in_turn import make_in_turn
+from dpjax.layers.mixer import Mixer
 from dpjax.ops import arrays
 
 _BATCH, _LENGTH = 2, 11
@@ -23,13 +22,11 @@ _DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]  # their lengths, row by row
 
 
 def check_mixer(
-  make: Callable[..., nn.Module] | tuple[Callable[..., nn.Module], ...],
+  make: Callable[..., Mixer],
   *,
   width: int = 6,
   max_length: int = 13,
   reach: int | None = None,
-  has_cache: bool = True,
-  takes_document_starts: bool = True,
   dropout: str = "",
   gradients: Callable[[Any], Any] = lambda tree: tree,
   relations: Collection[str] | None = None,
@@ -39,16 +36,12 @@ def check_mixer(
   Parameters begin as the mixer initializes them; those that are zero are drawn from N(0, 0.01).
 
   Args:
-    make: the mixer's class, or a function; called with `max_length=` and, if the mixer
-      has that field, with `dtype=`. `functools.partial` sets other fields. A tuple of them is
-      checked as a stack of layers in turn.
+    make: the mixer's class, or a function; called with `max_length=` and `dtype=`.
+      `functools.partial` sets other fields.
     width: D.
     max_length: the longest T, at least 11.
     reach: the number of positions up to the farthest one that an output depends on, itself
       included; None for all.
-    has_cache: whether the mixer has `init_cache` and takes `cache` and `lengths`.
-    takes_document_starts: whether it takes `document_starts`, and so separates the documents
-      of a row.
     dropout: the field with a dropout rate, off by default; "" without one, or for several.
     gradients: selects, from a tree like the parameters, those with a nonzero gradient.
     relations: names of `RELATIONS`; None checks all.
@@ -62,9 +55,7 @@ def check_mixer(
   names = [*(RELATIONS if relations is None else relations)]
   for name in names:
     arrays.choice("relations", name, RELATIONS)
-  if isinstance(make, tuple):
-    make = partial(make_in_turn, make)
-  case = _Case(make, width, max_length, reach, has_cache, takes_document_starts, dropout, gradients)
+  case = _Case(make, width, max_length, reach, dropout, gradients)
   case()  # A class that cannot be instantiated raises its own error.
   for name in names:
     try:
@@ -79,12 +70,10 @@ def check_mixer(
 class _Case:
   """A mixer with the arguments of `check_mixer`."""
 
-  make: Callable[..., nn.Module]
+  make: Callable[..., Mixer]
   width: int
   max_length: int
   reach: int | None
-  has_cache: bool
-  takes_document_starts: bool
   dropout: str
   gradients: Callable[[Any], Any]
 
@@ -106,7 +95,7 @@ class _Case:
   def with_params(self, module: nn.Module) -> Callable[..., Any]:
     """The mixer as a function, with parameters."""
     params = self.draw_params(module)
-    return lambda x, **options: module.apply({"params": params}, x, **options)
+    return lambda x, *args, **options: module.apply({"params": params}, x, *args, **options)
 
 
 def _expect(condition: Any, message: str) -> None:
@@ -174,7 +163,7 @@ def _single_position(case: _Case) -> None:
 def _refusals(case: _Case) -> None:
   """Inputs that are not [B, T, D] or longer than `max_length` raise a `ValueError`.
 
-  Its message has the shape, or max_length and T. Call `dpjax.layers.mixer.check_input` first.
+  Its message has the shape, or max_length and T. `dpjax.layers.Mixer.__call__` checks both.
   """
   longer = case.max_length + 1
   long, row = case.draw(longer), case.draw()[0]
@@ -198,7 +187,7 @@ def _bfloat16(case: _Case) -> None:
   float32. Look at sums over positions, which need float32, and at the dtype of the result.
   """
   exact = case()
-  rounded = case(dtype=jnp.bfloat16) if hasattr(exact, "dtype") else exact
+  rounded = case(dtype=jnp.bfloat16)
   params = case.draw_params(rounded)
   dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
   _expect(dtypes <= {"float32"}, f"expected parameters of float32, got {dtypes}")
@@ -223,7 +212,7 @@ def _bfloat16(case: _Case) -> None:
 def _dropout(case: _Case) -> None:
   """Dropout is drawn from the "dropout" key, only in training; without the key it raises.
 
-  Look at `deterministic` and at `make_rng("dropout")`.
+  Look at `context.deterministic` and at `make_rng("dropout")`.
   """
   if not case.dropout:
     return
@@ -283,12 +272,12 @@ def _chunks(case: _Case) -> None:
   dtypes of the cache, which must stay, and at chunks longer than `max_length`, unless the class
   says `is_unbounded = False`.
   """
-  if not _has(case, "has_cache"):
+  if not case().has_cache:
     return
   module, inputs = case(), case.draw()
-  step = jax.jit(case.with_params(module))
-  full, plans = step(inputs), [_CHUNKS]
-  if all(getattr(mixer, "is_unbounded", True) for mixer in _mixers(module)):
+  step = jax.jit(partial(case.with_params(module), method="step"))
+  full, plans = jax.jit(case.with_params(module))(inputs), [_CHUNKS]
+  if module.is_unbounded:
     plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
   for plan in plans:
     cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
@@ -297,7 +286,7 @@ def _chunks(case: _Case) -> None:
       chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
       for row, length in enumerate(lengths):
         chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
-      output, cache = step(chunk, cache=cache, lengths=jnp.asarray(lengths, jnp.int32))
+      output, cache = step(chunk, cache, lengths=jnp.asarray(lengths, jnp.int32))
       _expect(np.isfinite(output).all(), "an output is not finite")
       after = jax.tree.map(jax.typeof, cache)
       _expect(after == types, f"expected a cache {types}, got {after}")
@@ -313,7 +302,7 @@ def _tokens(case: _Case) -> None:
   One compiled program serves all of them. Look at positions, which the cache must count,
   and at shapes that depend on the number of earlier tokens.
   """
-  if not _has(case, "has_cache"):
+  if not case().has_cache:
     return
   module, inputs = case(), case.draw()
   mix, traces = case.with_params(module), []
@@ -321,7 +310,7 @@ def _tokens(case: _Case) -> None:
   @jax.jit
   def step(token, cache):
     traces.append(token)
-    return mix(token, cache=cache)
+    return mix(token, cache, method="step")
 
   cache = module.init_cache(_BATCH, case.width)
   outputs: list[Any] = [None] * _LENGTH
@@ -337,7 +326,7 @@ def _documents(case: _Case) -> None:
   Look at whether a position reads before the start of its document (`document_starts`), at
   positions, which count from there, and at rows that are longer than `max_length`.
   """
-  if not _has(case, "takes_document_starts"):
+  if not case().separates_documents:
     return
   module, length = case(), sum(_DOCUMENTS[0])
   params, inputs = {"params": case.draw_params(module)}, case.draw(length)
@@ -346,7 +335,9 @@ def _documents(case: _Case) -> None:
     ends = np.cumsum(lengths)
     document_starts[row, ends - lengths] = 1
     parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
-  packed = partial(module.apply, document_starts=document_starts)
+
+  def packed(params, x):
+    return module.apply(params, x, document_starts=jnp.asarray(document_starts))
 
   def apart(params, x):
     # A row for each document, filled up behind it.
@@ -376,19 +367,6 @@ def _documents(case: _Case) -> None:
     difference[row, part] = 0
     message = f"an output changes by {difference.max():.1g} with another document"
     _expect(not difference.any(), message)
-
-
-def _has(case: _Case, name: str) -> bool:
-  """Whether the mixer has a cache or takes `document_starts`, as `check_mixer` was called."""
-  method = "init_cache" if name == "has_cache" else "__call__"
-  has = takes_starts if method == "__call__" else lambda mixer: hasattr(mixer, method)
-  result, got = all(map(has, _mixers(case()))), getattr(case, name)
-  _expect(result == got, f"{name}: expected {result}, as the mixer's `{method}`, got {got}")
-  return result
-
-
-def _mixers(module: Any) -> list[Any]:
-  return getattr(module, "mixers", [module])
 
 
 RELATIONS: dict[str, Callable[[_Case], None]] = {

@@ -245,22 +245,35 @@ class _Programs:
     import jax
     import jax.numpy as jnp
 
+    from dpjax.models.stage import PoolingHints
+
     model = self._model
     rows = self._config.eval.batch_size
     params = self._state.params
     cache = None
     length = self._config.model.max_length
     if model.has_cache:
-      params = jax.eval_shape(model.unstack, params)
+      unstacked = []
+
+      def unstack(params):
+        stepped, params = model.unstack(params)
+        unstacked.append(stepped)
+        return params
+
+      params = jax.eval_shape(unstack, params)
+      (model,) = unstacked
       cache = jax.eval_shape(lambda: model.init_cache(rows))
       length = 1
     draws = any(boundaries.samples_in_eval for boundaries in self._boundaries)
 
     def add_token(params, cache, tokens, noise):
-      options = {} if cache is None else {"cache": cache}
-      options |= {"boundary_noise": noise} if draws else {}
-      output = model.apply({"params": params}, tokens, deterministic=True, **options)
-      return output.logits[:, -1], output.cache
+      pooling = PoolingHints(noise=noise) if draws else None
+      variables = {"params": params}
+      if cache is None:
+        output = model.apply(variables, tokens, deterministic=True, pooling=pooling)
+      else:
+        output, cache = model.apply(variables, tokens, cache, pooling=pooling, method="step")
+      return output.logits[:, -1], cache
 
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     noise = jax.ShapeDtypeStruct((rows, length), jnp.float32)
@@ -296,8 +309,8 @@ class _Programs:
 
 def _part(name: str) -> str:
   """The part of a model that a parameter belongs to: "layers.mixer", "first.norms", "logits"."""
-  name = re.sub(r"^hourglass\.|period\.place_\d+\.|layer_\d+\.", "", name)
-  match = re.match(r"(.*?)(mixer|feed_forward|boundary_predictor)(_norm)?\.", name)
+  name = re.sub(r"blocks_\d+\.", "", name)
+  match = re.match(r"(.*?)(mixer|feed_forward|boundaries)(_norm)?\.", name)
   if not match:
     return name.partition(".")[0]
   return match[1] + ("norms" if match[3] else match[2])

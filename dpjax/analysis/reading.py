@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from dpjax.errors import UserError
 from dpjax.layers.attention import RelativeAttention, SelfAttention
 from dpjax.layers.boundaries import Boundaries
 from dpjax.layers.extractors import ME
+from dpjax.layers.mixer import Context
 from dpjax.layers.short_convolution import ShortConvolution
 from dpjax.models.language_model import LanguageModel, LanguageModelOutput
 from dpjax.models.stack import Stack
@@ -112,19 +113,17 @@ class _Objective(losses.Objective):
     sums["read/entropies"] = ops.conditional_entropy(output.logits)
     if not self.boundaries:
       return sums
-    _, targets = self.boundaries[0].loss(output, {**batch, "boundary_share": jnp.float32(0)})
+    inputs = {**batch, "boundary_share": jnp.float32(0)}
+    _, targets = self.boundaries[0].loss(output.stages[0], inputs, output.logits)
     if targets is not None:
       sums["read/targets"] = targets
-    stage = output
-    for i in range(len(self.boundaries)):
-      assert stage.boundaries is not None
-      probabilities = stage.boundary_probabilities
-      if stage.boundary_logits is not None:
-        probabilities = jax.nn.sigmoid(stage.boundary_logits.astype(jnp.float32))
+    for i, stage in enumerate(output.stages):
+      probabilities = stage.probabilities
+      if stage.logits is not None:
+        probabilities = jax.nn.sigmoid(stage.logits.astype(jnp.float32))
       if probabilities is not None:
         sums[f"read/probabilities_{i}"] = probabilities
       sums[f"read/ends_{i}"] = stage.boundaries.astype(jnp.float32) > 0.5
-      stage = stage.inner
     return sums
 
 
@@ -284,12 +283,12 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     if not isinstance(stack, Stack) or context.method_name != "__call__":
       return call(*args, **kwargs)
     x_btd = stack.cast_residual(args[0])
-    blocks = stack.unbind()[0].blocks
-    positions = kwargs.get("positions")
-    for i, params in stack.unstack(stack.variables["params"]).items():
-      block = blocks[int(i) % len(blocks)]
-      shares = positions is not None and hasattr(block.mixer, "make_positions")
-      options: dict[str, Any] = {"positions": positions} if shares else {}
+    shared = Context(positions=args[1].positions)
+    unbound, variables = stack.unbind()
+    by_layer, layer_params = unbound.unstack(variables["params"])
+    depth, place = _place_of(stack.path, len(run.model.core.stages))
+    for i, block in enumerate(by_layer.blocks):
+      params = layer_params[f"blocks_{i}"]
       mixer_inputs = []
 
       def keep(call, args, kwargs, context, inputs=mixer_inputs):
@@ -298,17 +297,15 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
         return call(*args, **kwargs)
 
       with nn.intercept_methods(keep):
-        x_btd, sown = block.apply({"params": params}, x_btd, mutable=["intermediates"], **options)
+        x_btd, sown = block.apply({"params": params}, x_btd, shared, mutable=["intermediates"])
       intermediates = sown.get("intermediates") or {}
       seen = intermediates.get("mixer", {})
-      weights = _weights(block.mixer, params.get("mixer", {}), mixer_inputs[0], seen, options)
+      weights = _weights(block.mixer, params.get("mixer", {}), mixer_inputs[0], seen, shared)
       if weights is not None:
-        path = [name for name in stack.path if name not in ("hourglass", "layers")]
-        mixer = type(block.mixer).__name__
-        names.append(" ".join([*path, str(int(i) + 1), mixer]))
-        depths.append(path.count("middle"))
+        names.append(" ".join([*place, str(i + 1), type(block.mixer).__name__]))
+        depths.append(depth)
         matrices.append(weights)
-    return x_btd
+    return x_btd if unbound.out_norm is None else stack.out_norm(x_btd)
 
   # Filled while `read` is traced.
   names: list[str] = []
@@ -321,11 +318,8 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     matrices.clear()
     with nn.intercept_methods(unroll):
       rngs = {"dropout": jax.random.key(0)}  # for boundaries that are drawn in evaluation
-      stage = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
-    ends = []
-    for _ in run.scorer.objective.boundaries:
-      ends.append(stage.boundaries[0].astype(jnp.float32) > 0.5)
-      stage = stage.inner
+      output = run.model.apply({"params": params}, tokens_bt, rngs=rngs)
+    ends = [stage.boundaries[0].astype(jnp.float32) > 0.5 for stage in output.stages]
     return [*matrices], ends
 
   inputs = np.append(run.tokenizer.start_id, tokens).astype(np.int32)[None]
@@ -355,7 +349,23 @@ def _take(array: np.ndarray, index: np.ndarray, axis: int = 0) -> np.ndarray:
   return np.where(is_in.reshape(shape), entries, -1 if array.dtype.kind == "i" else 0)
 
 
-def _weights(mixer, params, x_btd, seen, options) -> jax.Array | None:
+def _place(path: Sequence[str], num_stages: int) -> tuple[int, list[str]]:
+  """The number of stages around a stack, and its name: ["middle", "first"] in the second stage."""
+  if path[-1] == "middle":
+    return num_stages, ["middle"] * num_stages
+  depth = int(path[-2].removeprefix("stages_"))
+  return depth, ["middle"] * depth + [path[-1]]
+
+
+def _place_of(path: tuple[str, ...], num_stages: int) -> tuple[int, list[str]]:
+  """In how many stages a stack of a model is, and the words for its place, from its path."""
+  if path[-1] == "layers":
+    return num_stages, ["middle"] * num_stages
+  depth = int(path[-2].removeprefix("stages_"))
+  return depth, [*["middle"] * depth, path[-1]]
+
+
+def _weights(mixer, params, x_btd, seen, shared: Context) -> jax.Array | None:
   """[H, T, T], what a mixer reads; None if it does not report it."""
   length = x_btd.shape[1]
   if "reads" in seen:
@@ -386,6 +396,6 @@ def _weights(mixer, params, x_btd, seen, options) -> jax.Array | None:
     return y
 
   with nn.intercept_methods(probe):
-    mixer.apply({"params": params}, jnp.repeat(x_btd, count, axis=0), **options)
+    mixer.apply({"params": params}, jnp.repeat(x_btd, count, axis=0), shared)
   weights = outputs[0].reshape(count, length, heads, size).transpose(2, 1, 0, 3)
   return weights.reshape(heads, length, -1)[:, :, :length]

@@ -16,15 +16,13 @@ from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
 from dpjax.models.build import build_boundaries, pad_id
-from dpjax.models.language_model import LanguageModel
-from dpjax.ops.attention_cache import AttentionCache, resize_attention_cache
+from dpjax.models.language_model import LanguageModel, LanguageModelCache
+from dpjax.models.stage import PoolingHints
+from dpjax.ops import attention_cache
 from dpjax.text.tokenizer import TextStream, Tokenizer
 
 # Tokens per call, with cached steps and with full passes.
 _CHUNK, _CHUNK_OF_PASSES = 16, 4
-# Attention reads all slots of a cache. Caches above this many bytes double as rows grow; each size
-# compiles once.
-_SMALL_CACHE, _LEAST_SLOTS = 2**25, 128
 
 
 class Piece(NamedTuple):
@@ -68,6 +66,7 @@ class Generator:
     self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
     # A custom model may lack the attribute.
     self._has_cache = getattr(model, "has_cache", False)
+    self._stepped = model
     self._by_layer = jax.jit(self._unstack) if self._has_cache else None
     self._begin = jax.jit(self._begin_rows, static_argnames="slots")
     self._resize = jax.jit(self._resize_cache, static_argnames="slots")
@@ -176,18 +175,21 @@ class Generator:
       longest = max(map(len, rows))
       size = 1 << (longest - 1).bit_length()  # few sizes, so few programs
       size = min(size, self._window) if longest <= self._window else size
+      full = jax.eval_shape(lambda: self._model.init_cache(len(rows)))
       # A middle reads `size` segments and null groups at once.
-      caches = self._attention_caches(len(rows))
-      slots = self._num_slots(caches, size)
+      slots = self._num_slots(full, size)
       state = self._begin(params, *_pad(rows, size), keys, slots=slots)
     else:
-      layer_params, state, caches, slots = params, self._slide(rows), [], 0
+      layer_params, state, slots, full = params, self._slide(rows), 0, None
     while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:
       longest = max(len(rows[i]) for i in active)
       if is_cached and slides and longest > self._window:
         is_cached, layer_params, state = False, params, self._slide(rows)
-      elif is_cached and (more := self._num_slots(caches, longest)) > slots:
-        slots, state = more, state._replace(cache=self._resize(state.cache, slots=more))
+      elif is_cached:
+        more = self._num_slots(full, longest)
+        if more > slots:
+          slots = more
+          state = state._replace(cache=self._resize(state.cache, slots=more))
       state, tokens = self._advance[is_cached](layer_params, state, keys, draw)
       pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
       tokens = np.asarray(tokens).tolist()
@@ -234,53 +236,59 @@ class Generator:
     def cast(path, x):
       names = {getattr(key, "key", key) for key in path}
       # A frozen model has its own dtype; the residual projection of routing is float32.
-      return x if x.ndim < 2 or names & {"frozen", "residual"} else x.astype(dtype)
+      if x.ndim < 2 or names & {"frozen", "residual"}:
+        return x
+      return x.astype(dtype)
 
-    return jax.tree.map_with_path(cast, self._model.unstack(params))
+    # Set while this is traced; the same whatever the parameters.
+    self._stepped, params = self._model.unstack(params)
+    return jax.tree.map_with_path(cast, params)
 
-  def _attention_caches(self, batch: int) -> list[AttentionCache]:
-    """The shapes of the attention caches of B rows, with all their slots."""
-    return _attention_caches(jax.eval_shape(lambda: self._model.init_cache(batch)))
+  def _num_slots(self, full: LanguageModelCache, longest: int) -> int:
+    """The slots of the caches for the next call; `full` are their largest shapes."""
+    return attention_cache.num_slots(full, longest - 1 + _CHUNK, self._window)
 
-  def _num_slots(self, caches: list[AttentionCache], longest: int) -> int:
-    """The number of slots in each cache for the next call."""
-    most = max((x.values.shape[2] for x in caches), default=0)
-    if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_CACHE:
-      return most
-    # A middle counts segments and the null group.
-    needed = longest - 1 + _CHUNK + max(0, most - self._window)
-    return min(most, 1 << (max(needed, _LEAST_SLOTS) - 1).bit_length())
+  def _resize_cache(self, cache: LanguageModelCache, *, slots: int) -> LanguageModelCache:
+    full = jax.eval_shape(lambda: self._model.init_cache(len(cache.length)))
+    return attention_cache.resize_caches(cache, full, slots)
 
-  def _resize_cache(self, cache, *, slots: int):
-    full = self._attention_caches(len(cache.length))
-    leaves, structure = jax.tree.flatten(cache, is_leaf=_is_attention)
-    sizes = iter(min(slots, x.values.shape[2]) for x in full)
-    leaves = [resize_attention_cache(x, next(sizes)) if _is_attention(x) else x for x in leaves]
-    return jax.tree.unflatten(structure, leaves)
-
-  def _step(self, params, keys, is_cached: bool) -> decode.Step:
-    def apply(tokens, num_before, **inputs) -> Any:
-      if self._draws_boundaries:
-        # Fixed for each position, so that earlier tokens keep their segments.
-        inputs["boundary_noise"] = _noise(keys, num_before, tokens.shape[1])
-      return self._model.apply({"params": params}, tokens, deterministic=True, **inputs)
+  def _step(self, model, params, keys) -> decode.Step:
+    """A cached step of a model, whose draws are fixed for each position."""
 
     def step(tokens, cache, lengths):
-      output = apply(tokens, cache.length, cache=cache, lengths=lengths)
-      return output.logits, output.cache
+      pooling = None
+      if self._draws_boundaries:
+        pooling = PoolingHints(noise=_noise(keys, cache.length, tokens.shape[1]))
+      output, cache = model.apply(
+        {"params": params}, tokens, cache, lengths=lengths, pooling=pooling, method="step"
+      )
+      return output.logits, cache
 
-    if is_cached:
-      return step
-    return decode.sliding_window(lambda tokens, num_before: apply(tokens, num_before).logits)
+    return step
+
+  def _full_pass(self, params, keys) -> decode.Step:
+    """The same by passes over the last window, where earlier tokens keep their segments."""
+
+    def next_logits(tokens, num_before):
+      inputs = {}
+      if self._draws_boundaries:
+        inputs["pooling"] = PoolingHints(noise=_noise(keys, num_before, tokens.shape[1]))
+      return self._model.apply({"params": params}, tokens, deterministic=True, **inputs).logits
+
+    return decode.sliding_window(next_logits)
 
   def _begin_rows(self, params, prompt, lengths, keys, *, slots: int):
     cache = self._resize_cache(self._model.init_cache(len(prompt)), slots=slots)
-    step = self._step(params, keys, True)
+    step = self._step(self._model, params, keys)
     return decode.begin(step, cache, prompt, lengths, chunk=self._window)
 
   def _advance_rows(self, params, state, keys, draw, *, is_cached: bool):
-    step = self._step(params, keys, is_cached)
-    num_tokens = _CHUNK if is_cached else _CHUNK_OF_PASSES
+    if is_cached:
+      step = self._step(self._stepped, params, keys)
+      num_tokens = _CHUNK
+    else:
+      step = self._full_pass(params, keys)
+      num_tokens = _CHUNK_OF_PASSES
     return decode.advance(step, state, keys, num_tokens=num_tokens, **draw)
 
 
@@ -295,14 +303,6 @@ def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
   if "dtype" in names:
     changes["dtype"] = dtype
   return x.clone(**changes)
-
-
-def _is_attention(x: Any) -> bool:
-  return isinstance(x, AttentionCache)
-
-
-def _attention_caches(cache: Any) -> list[AttentionCache]:
-  return [x for x in jax.tree.leaves(cache, is_leaf=_is_attention) if _is_attention(x)]
 
 
 def check_prompt(

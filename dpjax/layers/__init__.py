@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from dpjax.layers.boundaries import BoundaryOutput as BoundaryOutput
   from dpjax.layers.boundaries import Fixed as Fixed
   from dpjax.layers.boundaries import SpaceByte as SpaceByte
+  from dpjax.layers.boundaries import StageOutput as StageOutput
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.common import Norm as Norm
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
   from dpjax.layers.learned_boundaries import Routing as Routing
   from dpjax.layers.learned_boundaries import Unigram as Unigram
   from dpjax.layers.mamba2 import Mamba2 as Mamba2
+  from dpjax.layers.mixer import Context as Context
   from dpjax.layers.mixer import Mixer as Mixer
-  from dpjax.layers.mixer import check_input as check_input
   from dpjax.layers.short_convolution import ShortConvolution as ShortConvolution
   from dpjax.text.boundaries import TextBoundaries as TextBoundaries
 else:

@@ -1,16 +1,14 @@
 """One layer of a model: a mixer and a feed-forward network, each with norm and residual."""
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dpjax import ops
-from dpjax.layers.common import Dropout, linear, symmetric_uniform
-from dpjax.layers.mixer import check_settings, check_takes_starts
+from dpjax.layers.common import Dropout, check_settings, linear, symmetric_uniform
+from dpjax.layers.mixer import Cache, Context, Mixer, as_context
 from dpjax.ops import arrays
 
 ACTIVATIONS = {
@@ -36,7 +34,7 @@ class FeedForward(nn.Module):
   activation: str = "relu"
   dropout: float = 0.0
   init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
   out_width: int | None = None
   use_bias: bool = True
   out_scale: float = 1.0
@@ -63,10 +61,11 @@ class FeedForward(nn.Module):
     return x.reshape(*inputs.shape[:-1], out_width)
 
   def _linear(self, x: jax.Array, features: int, name: str, scale: float = 1.0) -> jax.Array:
-    zeros, uniform = nn.initializers.zeros, symmetric_uniform(x.shape[-1] ** -0.5)
-    bias_init = zeros if self.init_std else uniform
-    options: Any = dict(use_bias=self.use_bias, bias_init=bias_init)
-    return linear(self, features, name, scale=scale, **options)(x)
+    bias_init = nn.initializers.zeros
+    if not self.init_std:
+      bias_init = symmetric_uniform(x.shape[-1] ** -0.5)
+    layer = linear(self, features, name, scale=scale, use_bias=self.use_bias, bias_init=bias_init)
+    return layer(x)
 
 
 class Block(nn.Module):
@@ -76,7 +75,7 @@ class Block(nn.Module):
     pre-norm    x = x + drop(mix(N(x)));  x = x + drop(ffn(N(x)))
 
   Attributes:
-    mixer: a `dpjax.layers.mixer.Mixer`.
+    mixer: a `dpjax.layers.Mixer`.
     feed_forward: a `FeedForward`, or any module that takes `deterministic`; None for no second
       branch.
     mixer_norm: the N of the mixer, such as `Norm()`.
@@ -85,39 +84,62 @@ class Block(nn.Module):
     dropout: dropout rate of both branches, before they are added.
   """
 
-  mixer: nn.Module
+  mixer: Mixer
   feed_forward: nn.Module | None
   mixer_norm: nn.Module
   feed_forward_norm: nn.Module | None
   is_pre_norm: bool = False
   dropout: float = 0.0
 
-  @nn.compact
   def __call__(
-    self, inputs: jax.Array, *, deterministic: bool = True, cache: Any = None, **mixer_inputs
-  ) -> Any:
-    """[B, T, D] -> [B, T, D], with a cache also the mixer's new cache."""
+    self,
+    inputs: jax.Array,
+    context: Context | None = None,
+    *,
+    deterministic: bool = True,
+    document_starts: jax.Array | None = None,
+  ) -> jax.Array:
+    """[B, T, D] -> [B, T, D], for whole rows; for the arguments see `Mixer`."""
+    context = as_context(context, deterministic=deterministic, document_starts=document_starts)
+    outputs, _ = self._run(inputs, context, None)
+    return outputs
+
+  def step(
+    self,
+    inputs: jax.Array,
+    cache: Cache,
+    context: Context | None = None,
+    *,
+    lengths: jax.Array | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    """The outputs of the next T positions, [B, T, D], and the mixer's new cache."""
+    return self._run(inputs, as_context(context, lengths=lengths), cache)
+
+  @nn.compact
+  def _run(self, inputs: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
     x_btd = arrays.check("inputs", inputs, Float[Array, "B T D"])
     check_settings(self, rates=("dropout",))
-    mixer: Any = self.mixer
-    if "document_starts" in mixer_inputs:
-      check_takes_starts(mixer)
+    branch_btd = self._normed(self.mixer_norm, x_btd)
+    if cache is None:
+      branch_btd = self.mixer(branch_btd, context)
+    else:
+      branch_btd, cache = self.mixer.step(branch_btd, cache, context)
+    x_btd = self._add(self.mixer_norm, x_btd, branch_btd, context)
+    if self.feed_forward is None:
+      return x_btd, cache
+    branch_btd = self._normed(self.feed_forward_norm, x_btd)
+    branch_btd = self.feed_forward(branch_btd, deterministic=context.deterministic)
+    return self._add(self.feed_forward_norm, x_btd, branch_btd, context), cache
 
-    def mix(x_btd):
-      nonlocal cache
-      if cache is None:
-        return mixer(x_btd, deterministic=deterministic, **mixer_inputs)
-      y_btd, cache = mixer(x_btd, deterministic=deterministic, cache=cache, **mixer_inputs)
-      return y_btd
+  def _normed(self, norm: nn.Module, x_btd: jax.Array) -> jax.Array:
+    """The input of a branch."""
+    return norm(x_btd) if self.is_pre_norm else x_btd
 
-    branches: list[Any] = [(mix, self.mixer_norm)]
-    if self.feed_forward is not None:
-      feed_forward: Any = functools.partial(self.feed_forward, deterministic=deterministic)
-      branches.append((feed_forward, self.feed_forward_norm))
-    for branch, norm in branches:
-      drop = functools.partial(Dropout(self.dropout), deterministic=deterministic)
-      if self.is_pre_norm:  # the sum in its own dtype, perhaps a wider one
-        x_btd = x_btd + drop(branch(norm(x_btd))).astype(x_btd.dtype)
-      else:
-        x_btd = norm(x_btd + drop(branch(x_btd)))
-    return x_btd if cache is None else (x_btd, cache)
+  def _add(
+    self, norm: nn.Module, x_btd: jax.Array, branch_btd: jax.Array, context: Context
+  ) -> jax.Array:
+    """The sum with the output of a branch."""
+    branch_btd = Dropout(self.dropout)(branch_btd, deterministic=context.deterministic)
+    if self.is_pre_norm:  # the sum in its own dtype, perhaps a wider one
+      return x_btd + branch_btd.astype(x_btd.dtype)
+    return norm(x_btd + branch_btd)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 
 from dpjax import ops
 from dpjax.errors import UserError
-from dpjax.layers.mixer import check_settings
+from dpjax.layers.common import check_settings
+from dpjax.layers.mixer import Cache, Context, as_context, check_documents
 from dpjax.ops import arrays
 from dpjax.ops.segments import METHODS
 from dpjax.text.boundaries import TextBoundaries
@@ -34,13 +35,27 @@ class BoundaryOutput(NamedTuple):
   boundaries: jax.Array
   logits: jax.Array | None = None
   probabilities: jax.Array | None = None
-  state: Any = ()
+  state: Cache = ()
+
+
+class StageOutput(NamedTuple):
+  """The boundaries of one pooling of a model, [B, T], as in `BoundaryOutput`.
+
+  `document_starts`, [B, T], are 1 where a document begins; None: rows are one document each.
+  """
+
+  boundaries: jax.Array
+  logits: jax.Array | None = None
+  probabilities: jax.Array | None = None
+  document_starts: jax.Array | None = None
 
 
 class Boundaries(nn.Module):
   """The base class: fields are settings, and every method has a default.
 
   Attributes:
+    separates_documents: whether it reads `context.document_starts`; if not, the model refuses rows
+      of several documents.
     suits_segments: whether it can also pool segments: `tokens` is then None, and a batch of its
       `loss` has only "weights" and "boundary_share".
     is_stochastic: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
@@ -58,6 +73,7 @@ class Boundaries(nn.Module):
       reaches its own value linearly, after that many updates. A field of some classes.
   """
 
+  separates_documents: ClassVar[bool] = False
   suits_segments: ClassVar[bool] = False
   is_stochastic: ClassVar[bool] = False
   has_null_group: ClassVar[bool] = True
@@ -100,34 +116,65 @@ class Boundaries(nn.Module):
     """Computes boundaries from the text; batches then have "boundaries", [B, T]."""
     return None
 
-  def __call__(
+  def find(
     self,
     hidden: jax.Array,
-    tokens: Any,
-    *,
-    deterministic: bool = True,
-    noise: jax.Array | None = None,
-    num_before: jax.Array | None = None,
-    state: Any = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
+    tokens: jax.Array | None,
+    context: Context,
+    state: Cache,
+    noise: jax.Array | None,
   ) -> BoundaryOutput:
     """Finds where segments end; each boundary may depend only on the tokens so far.
 
     Args:
       hidden: [B, T, D], the output of the first stack.
       tokens: [B, T], ids; None if the vectors are segments.
-      deterministic: False in training; draws come from the "dropout" stream.
-      noise: [B, T] in (0, 1), instead of a draw.
-      num_before: [B], int32, the number of earlier tokens in each row; None means 0.
+      context: see `dpjax.layers.Context`; `num_before` is set if there is a state.
       state: from `init_state` or the last call, to continue rows; None begins rows.
-      lengths: [B], int32, the number of real tokens in each row; None means all.
-      document_starts: [B, T], 1 where a document begins, else 0; not with a state. The model
-        refuses documents if a class lacks this argument.
+      noise: [B, T] in (0, 1), instead of a draw.
     """
     raise NotImplementedError
 
-  def init_state(self, batch: int, width: int) -> Any:
+  def __call__(
+    self,
+    hidden: jax.Array,
+    tokens: jax.Array | None,
+    context: Context | None = None,
+    *,
+    deterministic: bool = True,
+    document_starts: jax.Array | None = None,
+    noise: jax.Array | None = None,
+  ) -> BoundaryOutput:
+    """The ends of the segments of whole rows; for the arguments see `find`.
+
+    Raises:
+      ValueError: there is noise for boundaries that draw nothing, or documents for boundaries that
+        do not separate them.
+    """
+    context = as_context(context, deterministic=deterministic, document_starts=document_starts)
+    if context.document_starts is not None:
+      check_documents(self)
+    self._check_noise(noise)
+    return self.find(hidden, tokens, context, None, noise)
+
+  def step(
+    self,
+    hidden: jax.Array,
+    tokens: jax.Array | None,
+    state: Cache,
+    context: Context,
+    *,
+    noise: jax.Array | None = None,
+  ) -> BoundaryOutput:
+    """The ends of segments among the next positions; `context.num_before` counts those before."""
+    self._check_noise(noise)
+    return self.find(hidden, tokens, context, state, noise)
+
+  def _check_noise(self, noise: jax.Array | None) -> None:
+    if noise is not None and not self.is_stochastic:
+      raise ValueError(f"noise: expected none for {type(self).__name__}, got some")
+
+  def init_state(self, batch: int, width: int) -> Cache:
     """The state before the first token, for B rows of width D."""
     return ()
 
@@ -160,23 +207,26 @@ class Boundaries(nn.Module):
     """[B], the number of segments that end in each of the host's rows [B, T]; None if unknown."""
     return None
 
-  def scheduled(self, last: float, batch: Mapping[str, jax.Array]) -> Any:
+  def scheduled(self, last: float, batch: Mapping[str, jax.Array]) -> jax.Array | float:
     """The target of a loss at the batch's "update", by `target_schedule`; in evaluation `last`."""
-    schedule: Any = self.target_schedule
+    schedule: tuple = self.target_schedule
     if not schedule or "update" not in batch:
       return last
     first, updates = schedule
     done = jnp.clip(batch["update"].astype(jnp.float32) / updates, 0, 1)
     return first + (last - first) * done
 
-  def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+  def loss(
+    self, stage: StageOutput, batch: Mapping[str, jax.Array], logits: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array | None]:
     """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
-      output: `dpjax.models.LanguageModelOutput`.
+      stage: what the boundaries gave.
       batch: see `dpjax.training.losses.Objective.sums`; perhaps with "document_starts", [B, T],
         "boundary_share", that of the whole batch of which this is a part, and in training
         "update", the number of updates before.
+      logits: [B, T, V], those of the model; None for boundaries of segments.
 
     Returns the sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.
     """
@@ -195,6 +245,7 @@ class Fixed(Boundaries):
     offset: the position of the first boundary; None means k - 1. The authors' code uses 0.
   """
 
+  separates_documents: ClassVar[bool] = True
   suits_segments: ClassVar[bool] = True
 
   shortening_factor: int = 2
@@ -207,12 +258,16 @@ class Fixed(Boundaries):
       arrays.integer("offset", self.offset, 0, self.shortening_factor - 1)
     super().__post_init__()
 
-  def __call__(self, hidden, tokens, *, num_before=None, document_starts=None, **_):
+  def find(self, hidden, tokens, context, state, noise):
     shape = arrays.check("hidden", hidden, Float[Array, "B T D"]).shape[:2]
-    rule = shape, self.shortening_factor, self.offset
-    return BoundaryOutput(
-      ops.fixed_boundaries(*rule, num_before=num_before, document_starts=document_starts)
+    boundaries = ops.fixed_boundaries(
+      shape,
+      self.shortening_factor,
+      self.offset,
+      num_before=context.num_before,
+      document_starts=context.document_starts,
     )
+    return BoundaryOutput(boundaries)
 
   @property
   def segment_length(self) -> float:
@@ -230,11 +285,13 @@ class Whitespace(Boundaries):
     space_ids: the tokens that end words; () takes the tokenizer's.
   """
 
+  separates_documents: ClassVar[bool] = True
+
   space_ids: tuple[int, ...] = ()
   pooling: str = "mean"
   num_buckets: int = 5
 
-  def __call__(self, hidden, tokens, **_):
+  def find(self, hidden, tokens, context, state, noise):
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def resolve(self, tokenizer):
@@ -261,19 +318,25 @@ class SpaceByte(Boundaries):
   Source: Slagle 2024, arXiv:2404.14408, Sec. 3.
   """
 
+  separates_documents: ClassVar[bool] = True
+
   space_ids: tuple[int, ...] = ()
   end_ids: tuple[int, ...] = ()
   pooling: str = "mean"
   num_buckets: int = 5
 
-  def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
+  def find(self, hidden, tokens, context, state, noise):
     boundaries = ops.spacelike_boundaries(
-      tokens, self.space_ids, self.end_ids, previous=state, document_starts=document_starts
+      tokens,
+      self.space_ids,
+      self.end_ids,
+      previous=state,
+      document_starts=context.document_starts,
     )
     if state is None:
       return BoundaryOutput(boundaries)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
-    return BoundaryOutput(boundaries, state=newest(state, ends, lengths))
+    return BoundaryOutput(boundaries, state=newest(state, ends, context.lengths))
 
   def init_state(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""

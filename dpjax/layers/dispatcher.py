@@ -6,103 +6,98 @@ Source: aclanthology.org/2022.clasp-1.3, Alg. 1; fractalego/dispatcher@239608c, 
 - Its K is floor(log2(max_length)) instead of ceil; both agree for powers of two.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import mixer
-from dpjax.layers.common import linear
+from dpjax.layers.common import check_settings, linear
+from dpjax.layers.mixer import Context, Mixer, features_per_head
 from dpjax.ops import arrays
 
 
-class Dispatcher(nn.Module):
+class Dispatcher(Mixer):
   """The paper's layer: y = W_out shift_and_sum(W_in x, sigmoid(W_c x)).
 
   The three matrices have the size of a head and are shared by the heads, without biases.
 
   Attributes:
     num_heads: H, a divisor of D.
-    max_length: the longest T; required.
     num_levels: K; None means ceil(log2(max_length)), at least 1. Position t reaches back to
       t - 2**K + 1.
     level_dropout: probability with which a level is skipped in training, for the whole batch
       (Dispatcher dropout, Sec. 2.1).
     implementation: see `dpjax.ops.shift_and_sum`.
-    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
-    dtype: the dtype of the computation; parameters are float32.
-    out_scale: a factor of the output matrix's initial values.
+
+  For the other attributes see `Mixer`.
   """
 
-  shares_matrices: ClassVar[bool] = True
+  separates_documents: ClassVar[bool] = True
 
   num_heads: int = 1
-  max_length: int = 0
   num_levels: int | None = None
   level_dropout: float = 0.0
   implementation: str | None = None
-  init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
-  out_scale: float = 1.0
 
   def __post_init__(self):
-    sizes, rates = ("num_heads", "max_length"), ("level_dropout",)
-    mixer.check_settings(self, sizes=sizes, rates=rates, implementations=ops.SHIFT_AND_SUM)
+    check_settings(
+      self, sizes=("num_heads",), rates=("level_dropout",), implementations=ops.SHIFT_AND_SUM
+    )
     if self.num_levels is not None:
       arrays.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 slots.
     super().__post_init__()
 
   @nn.compact
-  def __call__(
-    self,
-    inputs: jax.Array,
-    *,
-    deterministic: bool = True,
-    level_keep: jax.Array | None = None,
-    cache: ops.ShiftAndSumCache | None = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
-  ) -> Any:
-    """Mixes [B, T, D]; `level_keep` [K] sets the kept levels instead of drawing them."""
-    sizes: Any = dict(max_length=self.max_length, num_heads=self.num_heads)
-    inputs = mixer.check_input(inputs, document_starts=document_starts, cache=cache, **sizes)
-    num_levels, shape = self._num_levels, inputs.shape
-    if level_keep is None and self.level_dropout and not deterministic:
-      key = self.make_rng("dropout")
-      level_keep = jax.random.bernoulli(key, 1 - self.level_dropout, (num_levels,))
-      if not self.shares_matrices:
-        level_keep = level_keep.at[0].set(True)
-    width, num_gates = shape[-1], self.num_heads * num_levels
-    if self.shares_matrices:
-      width, num_gates = width // self.num_heads, num_levels
-    # One array of rows: otherwise each product would keep its own reshape for the gradient.
-    rows, per_head = ops.as_factor(inputs.reshape(-1, width)), (*shape[:2], self.num_heads)
-    values = ops.as_factor(linear(self, width, "values")(rows))
-    v_bthe = values.reshape(*per_head, shape[-1] // self.num_heads)
-    gates = linear(self, num_gates, "gates")(rows)
-    g_bthk = (nn.sigmoid(gates) if self.shares_matrices else gates).reshape(*per_head, num_levels)
+  def mix(self, inputs: jax.Array, context: Context, cache: ops.ShiftAndSumCache | None):
+    """See `Mixer`."""
+    level_keep = self._draw_levels(context)
+    v_bthe, g_bthk = self._values_and_gates(inputs)
     self.sow("intermediates", "level_gates", g_bthk)  # for `Run.dispatch_matrices`
-    if cache is not None:
-      if level_keep is not None:
-        g_bthk = jnp.where(level_keep, g_bthk, 0)
-      v_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=lengths)
+    if cache is None:
+      y_bthe = ops.shift_and_sum(
+        v_bthe,
+        g_bthk,
+        level_keep=level_keep,
+        document_starts=context.document_starts,
+        implementation=self.implementation,
+      )
     else:
-      options: Any = dict(level_keep=level_keep, implementation=self.implementation)
-      v_bthe = ops.shift_and_sum(v_bthe, g_bthk, document_starts=document_starts, **options)
-    x = v_bthe if self.shares_matrices else v_bthe.reshape(shape)
-    y_btd = linear(self, width, "out", scale=self.out_scale)(x).reshape(shape)
-    return y_btd if cache is None else (y_btd, cache)
+      y_bthe, cache = ops.shift_and_sum_cached(v_bthe, g_bthk, cache, lengths=context.lengths)
+    return self._project(y_bthe), cache
 
   def init_cache(self, batch: int, width: int) -> ops.ShiftAndSumCache:
-    """See `dpjax.layers.mixer.Mixer`; [B, 2**K - 1, H, E], whatever the length."""
-    sizes = batch, self.num_heads, width // self.num_heads, self._num_levels
-    return ops.init_shift_and_sum_cache(*sizes, self.dtype)
+    """See `Mixer`; [B, 2**K - 1, H, E], whatever the length."""
+    features = features_per_head(width, self.num_heads)
+    return ops.init_shift_and_sum_cache(batch, self.num_heads, features, self.levels, self.dtype)
 
   @property
-  def _num_levels(self) -> int:
+  def levels(self) -> int:
+    """K."""
     return self.num_levels or max(1, ops.num_levels(self.max_length))
+
+  def _values_and_gates(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B, T, H, E] and [B, T, H, K]."""
+    batch, length, width = inputs.shape
+    features = features_per_head(width, self.num_heads)
+    # One array of rows: otherwise each product would keep its own reshape for the gradient.
+    rows = ops.as_factor(inputs.reshape(-1, features))
+    values = ops.as_factor(linear(self, features, "values")(rows))
+    v_bthe = values.reshape(batch, length, self.num_heads, features)
+    gates = nn.sigmoid(linear(self, self.levels, "gates")(rows))
+    return v_bthe, gates.reshape(batch, length, self.num_heads, self.levels)
+
+  def _draw_levels(self, context: Context) -> jax.Array | None:
+    """[K], which levels are kept; None for all."""
+    if context.deterministic or not self.level_dropout:
+      return None
+    return jax.random.bernoulli(self.make_rng("dropout"), 1 - self.level_dropout, (self.levels,))
+
+  def _project(self, y_bthe: jax.Array) -> jax.Array:
+    """[B, T, H, E] -> [B, T, D]."""
+    batch, length, _, features = y_bthe.shape
+    y_bthe = linear(self, features, "out", scale=self.out_scale)(y_bthe)
+    return y_bthe.reshape(batch, length, -1)
 
 
 class MultiHeadDispatcher(Dispatcher):
@@ -112,4 +107,20 @@ class MultiHeadDispatcher(Dispatcher):
   Level 0 is never skipped. For the attributes see `Dispatcher`.
   """
 
-  shares_matrices: ClassVar[bool] = False
+  def _values_and_gates(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    batch, length, width = inputs.shape
+    features = features_per_head(width, self.num_heads)
+    rows = ops.as_factor(inputs.reshape(-1, width))
+    values = ops.as_factor(linear(self, width, "values")(rows))
+    v_bthe = values.reshape(batch, length, self.num_heads, features)
+    gates = linear(self, self.num_heads * self.levels, "gates")(rows)
+    return v_bthe, gates.reshape(batch, length, self.num_heads, self.levels)
+
+  def _draw_levels(self, context: Context) -> jax.Array | None:
+    level_keep = super()._draw_levels(context)
+    return None if level_keep is None else level_keep.at[0].set(True)
+
+  def _project(self, y_bthe: jax.Array) -> jax.Array:
+    batch, length, heads, features = y_bthe.shape
+    y_btd = y_bthe.reshape(batch, length, heads * features)
+    return linear(self, heads * features, "out", scale=self.out_scale)(y_btd)

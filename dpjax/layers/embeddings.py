@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Integer
 
 from dpjax import ops
-from dpjax.layers.common import Dropout, symmetric_uniform, weights
-from dpjax.layers.mixer import check_settings
+from dpjax.layers.common import Dropout, check_settings, symmetric_uniform, weights
+from dpjax.layers.mixer import Context, as_context
 from dpjax.ops import arrays
-from dpjax.ops.arrays import Starts, typed
 
 
 def sinusoidal_positions(length: int, width: int) -> np.ndarray:
@@ -47,67 +47,94 @@ class TokenAndPosition(nn.Module):
   positions: str = "sinusoidal"
   dropout: float = 0.0
   init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   @nn.compact
-  @typed
   def __call__(
     self,
-    tokens: Integer[Array, "B T"],
+    tokens: jax.Array,
+    context: Context | None = None,
     *,
     deterministic: bool = True,
-    num_before: Integer[Array, "B"] | None = None,
-    document_starts: Starts[Array, "B T"] | None = None,
-  ) -> Float[Array, "B T D"]:
+    document_starts: jax.Array | None = None,
+  ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
 
-    `num_before` [B] is the position of each row's first token, by default 0; sinusoidal positions
-    then continue beyond `max_length`, where learned ones are nan. `document_starts` [B, T] is 1 at
-    the first token of each document, which has the position 0; not with `num_before`.
+    Positions count from `context.num_before`, by default 0; sinusoidal ones then continue beyond
+    `max_length`, where learned ones are nan. With document starts they count from the start of each
+    document.
+
+    Args:
+      tokens: [B, T], integers in [0, V).
+      context: what a model hands on, in place of the keywords.
+      deterministic: False in training.
+      document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:
       ValueError: an argument is not as above, or T exceeds `max_length` without `document_starts`
         or `num_before` with positions that continue.
     """
-    check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
-    arrays.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
-    length = tokens.shape[1]
-    is_unbounded = num_before is not None and self.positions != "learned"
-    if length > self.max_length and document_starts is None and not is_unbounded:
-      longest = f"T <= max_length = {self.max_length}"
-      raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {tokens.shape}")
+    context = as_context(context, deterministic=deterministic, document_starts=document_starts)
+    tokens = arrays.check("tokens", tokens, Integer[Array, "B T"])
+    self._check(tokens.shape, context)
     init = weights(self.init_std, symmetric_uniform(0.1))
     embed = nn.Embed(
       self.vocab_size, self.width, dtype=self.dtype, embedding_init=init, name="tokens"
     )
     x_btd = embed(tokens)
-    if self.positions == "none":
-      return Dropout(self.dropout)(x_btd, deterministic=deterministic)
-    position_bt = None
-    if document_starts is not None:
-      if num_before is not None:
+    if self.positions != "none":
+      position_bt = _positions(tokens.shape[1], context)
+      scale = jnp.asarray(self.width**0.5, self.dtype)
+      if self.positions == "learned":
+        rows_btd = self._learned(position_bt, tokens.shape[1], init)
+        x_btd = (x_btd + rows_btd) * scale
+      else:
+        rows_btd = self._sinusoidal(position_bt, tokens.shape[1], context)
+        x_btd = x_btd * scale + rows_btd
+    return Dropout(self.dropout)(x_btd, deterministic=context.deterministic)
+
+  def _check(self, shape: tuple[int, ...], context: Context) -> None:
+    check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
+    arrays.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
+    if context.document_starts is not None:
+      ops.check_starts(context.document_starts, shape)
+      if context.num_before is not None:
         raise ValueError("document_starts: expected None with num_before")
-      position_bt = ops.document_positions(document_starts)
-    elif num_before is not None:
-      position_bt = num_before[:, None] + jnp.arange(length, dtype=num_before.dtype)[None]
-    scale, is_learned = jnp.asarray(self.width**0.5, self.dtype), self.positions == "learned"
-    if is_learned:
-      table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
-    else:
-      rows = length if position_bt is None else self.max_length
-      table = jnp.asarray(sinusoidal_positions(rows, self.width))
+      return
+    is_unbounded = context.num_before is not None and self.positions != "learned"
+    if shape[1] > self.max_length and not is_unbounded:
+      longest = f"T <= max_length = {self.max_length}"
+      raise ValueError(f"tokens: expected [B, T] with {longest}, got the shape {shape}")
+
+  def _learned(
+    self, position_bt: jax.Array | None, length: int, init: nn.initializers.Initializer
+  ) -> jax.Array:
+    table = self.param("positions", init, (self.max_length, self.width), jnp.float32)
     if position_bt is None:
       rows_btd = table[None, :length]
-    elif is_learned:
-      rows_btd = jnp.take(table, position_bt, axis=0, mode="fill", fill_value=jnp.nan)
     else:
-      rows_btd = jnp.take(table, position_bt, axis=0, mode="clip")
-      if num_before is not None or length > self.max_length:
-        is_in_table = (position_bt < self.max_length)[..., None]
-        rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(position_bt, self.width))
-    rows_btd = rows_btd.astype(self.dtype)
-    x_btd = (x_btd + rows_btd) * scale if is_learned else x_btd * scale + rows_btd
-    return Dropout(self.dropout)(x_btd, deterministic=deterministic)
+      rows_btd = jnp.take(table, position_bt, axis=0, mode="fill", fill_value=jnp.nan)
+    return rows_btd.astype(self.dtype)
+
+  def _sinusoidal(self, position_bt: jax.Array | None, length: int, context: Context) -> jax.Array:
+    if position_bt is None:
+      table = jnp.asarray(sinusoidal_positions(length, self.width))
+      return table[None].astype(self.dtype)
+    table = jnp.asarray(sinusoidal_positions(self.max_length, self.width))
+    rows_btd = jnp.take(table, position_bt, axis=0, mode="clip")
+    if context.num_before is not None or length > self.max_length:
+      is_in_table = (position_bt < self.max_length)[..., None]
+      rows_btd = jnp.where(is_in_table, rows_btd, _sinusoidal_rows(position_bt, self.width))
+    return rows_btd.astype(self.dtype)
+
+
+def _positions(length: int, context: Context) -> jax.Array | None:
+  """[B, T], the position of each token in its row or document; None for 0 .. T - 1."""
+  if context.document_starts is not None:
+    return ops.document_positions(context.document_starts)
+  if context.num_before is None:
+    return None
+  return context.num_before[:, None] + jnp.arange(length, dtype=context.num_before.dtype)[None]
 
 
 def _sinusoidal_rows(position_bt: jax.Array, width: int) -> jax.Array:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from dpjax import ops
 from dpjax.layers.block import FeedForward
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, check_target, newest
+from dpjax.layers.mixer import Cache
 from dpjax.ops import arrays
 from dpjax.ops.entropies import check_rule
 from dpjax.text.boundaries import TextBoundaries
@@ -27,6 +28,8 @@ _segmentation = lru_cache(maxsize=1)(UnigramBoundaries)  # caches words
 
 class _Predicted(Boundaries):
   """A predictor (Linear, GELU, Linear) on the first stack's vectors: b = [p > 0.5]."""
+
+  separates_documents: ClassVar[bool] = True
 
   predictor_width: int
   init_std: float = 0.0
@@ -42,7 +45,7 @@ class _Predicted(Boundaries):
   def _logits(self, hidden: jax.Array) -> jax.Array:
     return self._predictor(arrays.check("hidden", hidden, Float[Array, "B T D"]))[..., 0]
 
-  def __call__(self, hidden, tokens, **_):
+  def find(self, hidden, tokens, context, state, noise):
     logits = self._logits(hidden)
     return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
 
@@ -88,9 +91,9 @@ class Unigram(_Predicted):
   def text_boundaries(self) -> "UnigramText":
     return UnigramText(self.file, self.size)
 
-  def loss(self, output, batch):
+  def loss(self, stage, batch, logits=None):
     targets = batch["boundaries"]
-    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
+    return _cross_entropy(stage.logits, targets, batch["weights"], self.double_sigmoid), targets
 
 
 class EntropySpikes(_Predicted):
@@ -114,11 +117,11 @@ class EntropySpikes(_Predicted):
     arrays.integers(left=self.left)
     super().__post_init__()
 
-  def loss(self, output, batch):
-    entropies = ops.conditional_entropy(jax.lax.stop_gradient(output.logits))
+  def loss(self, stage, batch, logits=None):
+    entropies = ops.conditional_entropy(jax.lax.stop_gradient(logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
     targets = ops.entropy_spikes(entropies, self.left, document_starts=batch.get("document_starts"))
-    return _cross_entropy(output, targets, batch["weights"], self.double_sigmoid), targets
+    return _cross_entropy(stage.logits, targets, batch["weights"], self.double_sigmoid), targets
 
 
 class Gumbel(_Predicted):
@@ -162,19 +165,19 @@ class Gumbel(_Predicted):
   def resolve(self, tokenizer):
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
-  def __call__(self, hidden, tokens, *, deterministic=True, noise=None, **_):
+  def find(self, hidden, tokens, context, state, noise):
     logits = self._logits(hidden)
-    if deterministic and not self.sample and noise is None:
+    if context.deterministic and not self.sample and noise is None:
       return BoundaryOutput((logits > 0).astype(jnp.int32), logits)  # p > 0.5
     key = self.make_rng("dropout") if noise is None else None
     return BoundaryOutput(
       ops.gumbel_sigmoid(logits, self.temperature, key=key, noise=noise), logits
     )
 
-  def loss(self, output, batch):
+  def loss(self, stage, batch, logits=None):
     weights, targets = batch["weights"], None
     options = dict(weights=weights, document_starts=batch.get("document_starts"))
-    loss_b = self._row_losses(output.boundaries.astype(jnp.float32), batch, options)
+    loss_b = self._row_losses(stage.boundaries.astype(jnp.float32), batch, options)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)
     return jnp.sum(loss_b * jnp.sum(weights, axis=1)), targets
@@ -232,6 +235,7 @@ class Routing(Boundaries):
   Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
   """
 
+  separates_documents: ClassVar[bool] = True
   suits_segments: ClassVar[bool] = True
   has_null_group: ClassVar[bool] = False
   reads_share: ClassVar[bool] = True
@@ -262,15 +266,17 @@ class Routing(Boundaries):
     )
     self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
 
-  def __call__(
-    self, hidden, tokens, *, num_before=None, state=None, lengths=None, document_starts=None, **_
-  ):
+  def find(self, hidden, tokens, context, state, noise):
     hidden = arrays.check("hidden", hidden, Float[Array, f"B T {self.width}"])
     kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
-      hidden, *kernels, previous=state, num_before=num_before, document_starts=document_starts
+      hidden,
+      *kernels,
+      previous=state,
+      num_before=context.num_before,
+      document_starts=context.document_starts,
     )
-    after = () if state is None else newest(state, hidden, lengths)
+    after = () if state is None else newest(state, hidden, context.lengths)
     return BoundaryOutput(boundaries, probabilities=probabilities, state=after)
 
   def init_state(self, batch: int, width: int) -> jax.Array:
@@ -288,11 +294,11 @@ class Routing(Boundaries):
     sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
     return sums.astype(hidden.dtype)
 
-  def loss(self, output, batch):
+  def loss(self, stage, batch, logits=None):
     weights, share = batch["weights"], batch.get("boundary_share")
     factor = self.scheduled(self.factor, batch)
     ratio = ops.ratio_loss(
-      output.boundaries, output.boundary_probabilities, factor, weights=weights, share=share
+      stage.boundaries, stage.probabilities, factor, weights=weights, share=share
     )
     return self.weight * ratio * jnp.sum(weights), None
 
@@ -300,7 +306,7 @@ class Routing(Boundaries):
 class EntropyState(NamedTuple):
   """The state of `EntropyThreshold`."""
 
-  cache: Any  # the frozen model's
+  cache: Cache  # the frozen model's
   entropy: jax.Array  # [B], nats, of the last token
   boundary: jax.Array  # [B], 0 or 1
 
@@ -322,6 +328,7 @@ class EntropyThreshold(Boundaries):
   Source: Pagnoni et al. 2024, arXiv:2412.09871, Sec. 2.3.
   """
 
+  separates_documents: ClassVar[bool] = True
   needs_run: ClassVar[bool] = True
   is_unbounded: ClassVar[bool] = False
 
@@ -346,22 +353,20 @@ class EntropyThreshold(Boundaries):
   def has_cache(self) -> bool:
     return self.frozen.has_cache
 
-  def __call__(self, hidden, tokens, *, state=None, lengths=None, document_starts=None, **_):
+  def find(self, hidden, tokens, context, state, noise):
     assert self.theta is not None
     rule = self.rule, self.theta, self.theta_add
+    starts, lengths = context.document_starts, context.lengths
     if state is None:
-      entropies = ops.conditional_entropy(
-        self.frozen(tokens, document_starts=document_starts).logits
-      )
-      return BoundaryOutput(
-        ops.entropy_threshold(entropies, *rule, document_starts=document_starts)
-      )
-    output = self.frozen(tokens, cache=state.cache, lengths=lengths)
+      entropies = ops.conditional_entropy(self.frozen(tokens, document_starts=starts).logits)
+      return BoundaryOutput(ops.entropy_threshold(entropies, *rule, document_starts=starts))
+    output, cache = self.frozen.step(tokens, state.cache, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
     previous = state.entropy, state.boundary
     boundaries = ops.entropy_threshold(entropies, *rule, previous=previous)
-    last = newest(state.entropy, entropies, lengths), newest(state.boundary, boundaries, lengths)
-    return BoundaryOutput(boundaries, state=EntropyState(output.cache, *last))
+    entropy = newest(state.entropy, entropies, lengths)
+    boundary = newest(state.boundary, boundaries, lengths)
+    return BoundaryOutput(boundaries, state=EntropyState(cache, entropy, boundary))
 
   def init_state(self, batch: int, width: int) -> EntropyState:
     """The state before the first token; the first entropy counts as a rise."""
@@ -369,8 +374,11 @@ class EntropyThreshold(Boundaries):
     return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
 
 
-def _cross_entropy(output, targets, weights, double_sigmoid: bool) -> jax.Array:
-  logits_bt = jnp.where(weights == 0, 0, output.boundary_logits.astype(jnp.float32))
+def _cross_entropy(
+  logits: jax.Array | None, targets: jax.Array, weights: jax.Array, double_sigmoid: bool
+) -> jax.Array:
+  assert logits is not None
+  logits_bt = jnp.where(weights == 0, 0, logits.astype(jnp.float32))
   if double_sigmoid:
     logits_bt = jax.nn.sigmoid(logits_bt)
   nats_bt = optax.sigmoid_binary_cross_entropy(logits_bt, targets.astype(jnp.float32))

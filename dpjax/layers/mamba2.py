@@ -1,15 +1,15 @@
 """The mixer of Mamba-2. B batch, T position, D width, H head, P feature of a head, N state."""
 
 import math
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers import mixer
-from dpjax.layers.common import linear, symmetric_uniform
+from dpjax.layers.common import check_settings, linear, symmetric_uniform
+from dpjax.layers.mixer import Context, Mixer
 from dpjax.ops import norms
 
 
@@ -25,7 +25,7 @@ class Mamba2Cache(NamedTuple):
   state: jax.Array
 
 
-class Mamba2(nn.Module):
+class Mamba2(Mixer):
   """A selective state space behind a short convolution, gated and normalised.
 
     [z, u, dt] = x W_in                     z [I], u [I + 2 N], dt [H];  I = expand D, P = I / H
@@ -38,81 +38,78 @@ class Mamba2(nn.Module):
   parameters, costs O(T), and generates with a cache of fixed size.
 
   Attributes:
-    max_length: the longest T.
     state_width: N.
     head_width: P; it divides I.
     expand: I / D.
     num_taps: k.
-    init_std: standard deviation of the matrices, N(0, init_std**2); 0: PyTorch's defaults.
-    dtype: the dtype of the computation; parameters, steps, states and the norm are float32.
-    out_scale: a factor of the output matrix's initial values.
+
+  For the other attributes see `Mixer`; steps, states and the norm are float32.
 
   Source: Dao and Gu 2024, arXiv:2405.21060; initial values: state-spaces/mamba.
   """
 
-  max_length: int
+  separates_documents: ClassVar[bool] = True
+
   state_width: int = 128
   head_width: int = 64
   expand: int = 2
   num_taps: int = 4
-  init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
-  out_scale: float = 1.0
 
   def __post_init__(self):
-    sizes = "max_length", "state_width", "head_width", "expand", "num_taps"
-    mixer.check_settings(self, sizes=sizes)
+    check_settings(self, sizes=("state_width", "head_width", "expand", "num_taps"))
     super().__post_init__()
 
   @nn.compact
-  def __call__(
-    self,
-    inputs: jax.Array,
-    *,
-    deterministic: bool = True,
-    cache: Mamba2Cache | None = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
-  ) -> Any:
-    """Mixes [B, T, D]."""
-    inputs = mixer.check_input(
-      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
-    )
+  def mix(self, inputs: jax.Array, context: Context, cache: Mamba2Cache | None):
+    """See `Mixer`."""
     width = inputs.shape[-1]
     inner, heads = self._sizes(width)
     mixed = inner + 2 * self.state_width
     joined = linear(self, inner + mixed + heads, "in")(inputs)
     z_bti, u_btf, dt_bth = jnp.split(joined, [inner, inner + mixed], axis=-1)
+    past, state = (None, None) if cache is None else cache
+    u_btf, past = self._convolve(u_btf, context, past)
+    y_bti, state = self._scan_states(u_btf, dt_bth, context, state)
+    gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
+    g_bti = y_bti * nn.silu(z_bti.astype(jnp.float32))
+    out = linear(self, width, "out", scale=self.out_scale)
+    y_btd = out(norms.rms_norm(g_bti, gain).astype(self.dtype))
+    return y_btd, None if cache is None else Mamba2Cache(past, state)
+
+  def _convolve(self, u_btf: jax.Array, context: Context, past: jax.Array | None):
+    """The short convolution, its bias and its silu; and the next past."""
     uniform = symmetric_uniform(self.num_taps**-0.5)
-    taps = self.param("taps", uniform, (self.num_taps, mixed), jnp.float32).astype(self.dtype)
-    bias = self.param("taps_bias", uniform, (mixed,), jnp.float32).astype(self.dtype)
-    if cache is None:
-      u_btf = ops.short_convolution(u_btf, taps, document_starts=document_starts)
+    shape = self.num_taps, u_btf.shape[-1]
+    taps = self.param("taps", uniform, shape, jnp.float32).astype(self.dtype)
+    bias = self.param("taps_bias", uniform, shape[1:], jnp.float32).astype(self.dtype)
+    if past is None:
+      u_btf = ops.short_convolution(u_btf, taps, document_starts=context.document_starts)
     else:
-      u_btf, past = ops.short_convolution_cached(u_btf, taps, cache.convolution, lengths=lengths)
-    v_bti, b_btn, c_btn = jnp.split(
-      nn.silu(u_btf + bias[None, None]), [inner, mixed - self.state_width], axis=-1
-    )
-    v_bthp = v_bti.reshape(*v_bti.shape[:2], heads, self.head_width)
+      u_btf, past = ops.short_convolution_cached(u_btf, taps, past, lengths=context.lengths)
+    return nn.silu(u_btf + bias[None, None]), past
+
+  def _scan_states(
+    self, u_btf: jax.Array, dt_bth: jax.Array, context: Context, state: jax.Array | None
+  ):
+    """y_t for all t, [B, T, I], float32; and the next state."""
+    batch, length, heads = dt_bth.shape
+    inner = heads * self.head_width
+    v_bti, b_btn, c_btn = jnp.split(u_btf, [inner, inner + self.state_width], axis=-1)
+    v_bthp = v_bti.reshape(batch, length, heads, self.head_width)
     dt_bias = self.param("dt_bias", _dt_bias, (heads,), jnp.float32)
     a_log = self.param("a_log", _a_log, (heads,), jnp.float32)
     skip = self.param("skip", nn.initializers.ones, (heads,), jnp.float32)
-    gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
     d_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias[None, None])
     space = v_bthp, d_bth, -jnp.exp(a_log), b_btn[:, :, None], c_btn[:, :, None]
-    if cache is None:
-      y_bthp = ops.selective_state_space(*space, document_starts=document_starts)
+    if state is None:
+      y_bthp = ops.selective_state_space(*space, document_starts=context.document_starts)
     else:
-      y_bthp, state = ops.selective_state_space_cached(*space, cache.state, lengths=lengths)
-      cache = Mamba2Cache(past, state)
+      y_bthp, state = ops.selective_state_space_cached(*space, state, lengths=context.lengths)
     y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * v_bthp.astype(jnp.float32)
-    g_bti = y_bthp.reshape(z_bti.shape) * nn.silu(z_bti.astype(jnp.float32))
-    out = linear(self, width, "out", scale=self.out_scale)
-    y_btd = out(norms.rms_norm(g_bti, gain).astype(self.dtype))
-    return y_btd if cache is None else (y_btd, cache)
+    return y_bthp.reshape(batch, length, inner), state
 
   def init_cache(self, batch: int, width: int) -> Mamba2Cache:
-    """See `dpjax.layers.mixer.Mixer`."""
+    """See `Mixer`."""
     inner, heads = self._sizes(width)
     past = ops.init_short_convolution_cache(
       batch, self.num_taps, inner + 2 * self.state_width, self.dtype

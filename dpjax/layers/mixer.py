@@ -1,146 +1,225 @@
-"""The contract of a token mixer. B batch, T position, D width."""
+"""The base class of token mixers, and what it knows of their rows. B batch, T position, D width."""
 
-import dataclasses
-import inspect
-import math
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import ClassVar, NamedTuple
 
 import jax
-import numpy as np
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from dpjax import ops
-from dpjax.errors import UserError, unknown
+from dpjax.errors import UserError
+from dpjax.layers.common import check_settings
 from dpjax.ops import arrays
 
+Cache = PyTree[jax.Array]
 
-class Mixer(Protocol):
-  """The interface of a token mixer, which replaces self-attention: [B, T, D] -> [B, T, D].
 
-  A mixer is a Linen module. It is causal, treats the rows of a batch independently, and takes any
-  1 <= T <= `max_length`. Random draws come from the "dropout" stream, and only if `deterministic`
-  is False.
+class RelativePositions(NamedTuple):
+  """Embeddings of distances, and biases of queries: for keys and for positions."""
 
-  With a cache, a pytree of arrays, it takes rows in chunks of any size:
-  `outputs, cache = mixer(chunk, cache=cache)`. The outputs equal those of whole rows. Chunks may
-  extend rows beyond `max_length`, unless the class sets `is_unbounded = False`. A mixer may lack
-  `init_cache`, `cache` and `lengths`; generation then takes full passes.
+  table: Float[Array, "N D"]
+  content_bias: Float[Array, "H E"]
+  position_bias: Float[Array, "H E"]
 
-  With `document_starts`, a row holds several documents, each with the outputs it would give alone.
-  The row may then be longer than `max_length`; a document may not. A mixer may lack
-  `document_starts`; the model then refuses documents. With a cache, a row is one document.
 
-  Mixers may share positions across layers: the method `make_positions` returns a function that
-  makes a module, whose result all such mixers of a model receive as `positions`.
+class Context(struct.PyTreeNode):
+  """What a layer knows of its rows besides their vectors.
+
+  `Context()` are whole rows of one document each, in evaluation. A model makes a context once, and
+  each layer hands it on. It is a pytree; `replace` gives one with other values.
 
   Attributes:
-    max_length: the longest T; a longer input raises a `ValueError`.
+    deterministic: False in training, where layers draw from the stream "dropout".
+    document_starts: [B, T], 1 where a document begins, else 0; not with a cache. None: each row is
+      one document.
+    lengths: [B], int32, the number of real positions in each row, before its padding; None: all.
+    num_before: [B], int32, with a cache the number of earlier positions in each row.
+    positions: what the layers of relative attention share.
   """
 
+  deterministic: bool = struct.field(pytree_node=False, default=True)
+  document_starts: jax.Array | None = None
+  lengths: jax.Array | None = None
+  num_before: jax.Array | None = None
+  positions: RelativePositions | None = None
+
+  def truncate(self, length: int) -> "Context":
+    """The context of the first positions of each row."""
+    if self.document_starts is None:
+      return self
+    return self.replace(document_starts=self.document_starts[:, :length])
+
+
+def as_context(
+  context: Context | None,
+  *,
+  deterministic: bool = True,
+  document_starts: jax.Array | None = None,
+  lengths: jax.Array | None = None,
+) -> Context:
+  """The context of a call: the one that a layer hands on, or that of a user's keywords.
+
+  Raises:
+    ValueError: both are passed.
+  """
+  if context is None:
+    return Context(deterministic=deterministic, document_starts=document_starts, lengths=lengths)
+  keywords = {
+    "deterministic": None if deterministic else deterministic,
+    "document_starts": document_starts,
+    "lengths": lengths,
+  }
+  passed = [name for name, value in keywords.items() if value is not None]
+  if passed:
+    raise ValueError(f"{', '.join(passed)}: expected none beside a context, which has them")
+  return context
+
+
+class Mixer(nn.Module, kw_only=True):
+  """A token mixer, which replaces self-attention: [B, T, D] -> [B, T, D].
+
+    y = mixer(x)                                whole rows, in evaluation
+    y = mixer(x, deterministic=False)           in training
+    y = mixer(x, document_starts=starts)        several documents in a row
+    y, cache = mixer.step(x, cache)             the next positions of each row
+
+  A subclass writes `mix`, and `init_cache` if it has a cache; the base class checks the inputs. A
+  mixer is causal, treats the rows of a batch independently, and takes any 1 <= T <= `max_length`.
+  Without `init_cache`, generation takes full passes.
+
+  Mixers may share positions across layers: the method `make_positions` returns a function that
+  makes a module, whose result all such mixers of a model receive as `context.positions`.
+
+  Attributes:
+    separates_documents: whether it reads `context.document_starts`. Each document then has the
+      outputs that it would have alone, and rows may be longer than `max_length`. If not, rows of
+      several documents are refused.
+    is_unbounded: whether a row may grow beyond `max_length` with a cache.
+    max_length: the longest T.
+    init_std: standard deviation of all weights, N(0, init_std**2); 0: PyTorch's defaults.
+    dtype: the dtype of the computation; parameters are float32.
+    out_scale: a factor of the output matrix's initial values.
+  """
+
+  separates_documents: ClassVar[bool] = False
+  is_unbounded: ClassVar[bool] = True
+
   max_length: int
+  init_std: float = 0.0
+  dtype: DTypeLike = jnp.float32
+  out_scale: float = 1.0
+
+  def __post_init__(self):
+    check_settings(self, sizes=("max_length",))
+    super().__post_init__()
+
+  def mix(self, inputs: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Mixes [B, T, D]; returns the outputs and the next cache, or None without a cache.
+
+    Args:
+      inputs: [B, T, D]; with a cache the next T positions of each row.
+      context: see `Context`.
+      cache: None for whole rows, or from `init_cache` or the previous call.
+    """
+    raise NotImplementedError
+
+  def init_cache(self, batch: int, width: int) -> Cache:
+    """The cache of B rows before the first position, a pytree of arrays; it needs no parameters."""
+    raise NotImplementedError
+
+  @property
+  def has_cache(self) -> bool:
+    """Whether the class has `init_cache`."""
+    return type(self).init_cache is not Mixer.init_cache
 
   def __call__(
     self,
     inputs: jax.Array,
+    context: Context | None = None,
     *,
     deterministic: bool = True,
-    cache: Any = None,
-    lengths: jax.Array | None = None,
     document_starts: jax.Array | None = None,
-  ) -> Any:
-    """Mixes the positions of [B, T, D].
+  ) -> jax.Array:
+    """Mixes whole rows, [B, T, D] -> [B, T, D].
 
     Args:
-      inputs: [B, T, D]; with a cache, the next T positions.
+      inputs: [B, T, D].
+      context: what a model hands on, in place of the keywords.
       deterministic: False in training.
-      cache: None, or from `init_cache` or the previous call.
-      lengths: [B], int32, with a cache: the number of real positions in each row, before
-        its padding; None means all.
-      document_starts: [B, T], 1 where a document begins, else 0; not with a cache. None: rows are
-        one document each.
+      document_starts: [B, T], 1 where a document begins, else 0.
 
-    Returns:
-      [B, T, D], and with a cache also the new cache; outputs of padding are meaningless.
+    Raises:
+      ValueError: `inputs` is not a float array [B, T, D], or is longer than `max_length` without
+        `document_starts`; or the mixer does not separate documents.
     """
-    ...
+    context = as_context(context, deterministic=deterministic, document_starts=document_starts)
+    inputs = _check_inputs(inputs)
+    if context.document_starts is not None:
+      check_documents(self)
+      ops.check_starts(context.document_starts, inputs.shape[:2])
+    else:
+      _check_length(inputs, self.max_length)
+    outputs, _ = self.mix(inputs, context, None)
+    return outputs
 
-  def init_cache(self, batch: int, width: int) -> Any:
-    """The cache of B rows before the first token; it needs no parameters."""
-    ...
+  def step(
+    self,
+    inputs: jax.Array,
+    cache: Cache,
+    context: Context | None = None,
+    *,
+    lengths: jax.Array | None = None,
+  ) -> tuple[jax.Array, Cache]:
+    """Mixes the next T positions of each row; returns the outputs and the cache after them.
 
+    Args:
+      inputs: [B, T, D].
+      cache: from `init_cache` or the previous step.
+      context: what a model hands on, in place of the keyword.
+      lengths: [B], int32, the number of real positions in each row; None: all. The outputs of
+        padding are meaningless.
 
-def check_input(
-  inputs: jax.Array,
-  *,
-  max_length: int,
-  num_heads: int = 1,
-  document_starts: jax.Array | None = None,
-  cache: Any = None,
-  is_unbounded: bool = True,
-) -> jax.Array:
-  """Checks the input of a mixer, and returns it as an array.
-
-  Raises:
-    ValueError: `inputs` is not a float array [B, T, D], or is longer than `max_length` without
-      `document_starts` or a cache; D is not a multiple of `num_heads`; or `document_starts`
-      is not [B, T] or is given with a cache.
-  """
-  inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
-  arrays.check_not_empty(inputs=inputs)
-  length, width = inputs.shape[1:]
-  if document_starts is not None:
-    ops.check_starts(document_starts, inputs.shape[:2])
-    if cache is not None:
+    Raises:
+      ValueError: `inputs` is not a float array [B, T, D], or T exceeds `max_length` in a mixer that
+        is not unbounded; or there are `document_starts`.
+    """
+    context = as_context(context, lengths=lengths)
+    inputs = _check_inputs(inputs)
+    if context.document_starts is not None:
       raise UserError(
         "document_starts: expected None with a cache, whose rows are one document each"
       )
-  elif length > max_length and not (is_unbounded and cache is not None):
-    raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
-  if width % num_heads:
-    raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+    if not self.is_unbounded:
+      _check_length(inputs, self.max_length)
+    return self.mix(inputs, context, cache)
+
+
+def _check_inputs(inputs: jax.Array) -> jax.Array:
+  inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
+  arrays.check_not_empty(inputs=inputs)
   return inputs
 
 
-def takes_starts(module: Any) -> bool:
-  """Whether a mixer or boundaries module takes `document_starts`."""
-  parameters = inspect.signature(type(module).__call__).parameters.values()
-  return any(x.name == "document_starts" or x.kind is x.VAR_KEYWORD for x in parameters)
+def _check_length(inputs: jax.Array, max_length: int) -> None:
+  length = inputs.shape[1]
+  if length > max_length:
+    raise ValueError(f"inputs: expected T <= max_length = {max_length}, got T = {length}")
 
 
-def check_takes_starts(module: Any) -> None:
-  """Raises a `ValueError` if a module does not take `document_starts`."""
-  if not takes_starts(module):
+def features_per_head(width: int, num_heads: int) -> int:
+  """D / H; a `ValueError` if D is not a multiple of H."""
+  if width % num_heads:
+    raise ValueError(f"num_heads: expected a divisor of the width {width}, got {num_heads}")
+  return width // num_heads
+
+
+def check_documents(module: nn.Module) -> None:
+  """Raises a `UserError` if a mixer or boundaries do not keep the documents of a row apart."""
+  if not getattr(module, "separates_documents", False):
     raise UserError(
       f"document_starts: expected none for a model with {type(module).__name__}, which does not "
-      "keep documents apart (its __call__ takes no `document_starts`), got some"
+      "keep documents apart (its `separates_documents` is False), got some"
     )
-
-
-def check_settings(
-  module: Any,
-  *,
-  sizes: Sequence[str] = (),
-  rates: Sequence[str] = (),
-  implementations: Collection[str] | None = None,
-) -> None:
-  """Raises `field: expected ..., got ...` if a field of a module is out of range.
-
-  `sizes` name integers of at least 1, `rates` probabilities below 1; `implementations` are the
-  values of the field `implementation` besides None. Every bool, `dtype`, standard deviation
-  (`init_std`) and `epsilon` is checked.
-  """
-  arrays.integers(**{name: getattr(module, name) for name in sizes})
-  for name in rates:
-    arrays.rate(name, getattr(module, name))
-  for field in dataclasses.fields(module):
-    name, value = field.name, getattr(module, field.name)
-    if field.type is bool and not isinstance(value, bool | np.bool_):
-      raise ValueError(f"{name}: expected True or False, got {value!r}")
-    if name == "dtype":
-      arrays.float_dtype(value)
-    if name.endswith(("_std", "_scale", "epsilon")):
-      arrays.number(name, value, "a finite number of at least 0", lambda x: 0 <= x < math.inf)
-  if implementations is not None and module.implementation is not None:
-    if str(module.implementation) not in implementations:
-      raise unknown("implementation", ("None", *implementations), module.implementation)

@@ -1,8 +1,7 @@
 """Builds models from settings: the only place where names of components become modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from dpjax.layers.common import Norm
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
+from dpjax.models.stage import Stage
 
 # A model, or a function that makes one from `config.model`; None builds the settings' model.
 CustomModel = nn.Module | Callable[[ConfigDict], nn.Module] | None
@@ -41,60 +41,77 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
     raise UserError("model.vocab_size: expected the tokenizer's size, got 0")
   _check_frozen(model, frozen)
   core = _core([*sections.stages_in(model).values()], frozen)
-  is_plain = isinstance(core, Stack)
   # The last stack of an hourglass may have its own norm.
-  has_final_norm = model["norm_position"] == "pre" and (is_plain or not model["stack_norms"])
-  names = "vocab_size", "width", "max_length", "positions", "dropout", "tie_embeddings"
-  names += ("embedding_std",)
+  has_final_norm = model["norm_position"] == "pre" and not (core.stages and model["stack_norms"])
   return LanguageModel(
-    layers=core if is_plain else None,
-    hourglass=None if is_plain else core,
-    relative_positions=_relative_positions([core]) if is_plain else None,
+    vocab_size=model["vocab_size"],
+    width=model["width"],
+    max_length=model["max_length"],
+    core=core,
+    positions=model["positions"],
+    dropout=model["dropout"],
     final_norm=_norm(model) if has_final_norm else None,
     use_bias=model["use_bias"],
-    **{name: model[name] for name in names},
+    tie_embeddings=model["tie_embeddings"],
+    embedding_std=model["embedding_std"],
     **_drawn(model),
   )
 
 
-def _core(
-  stages: Sequence[Mapping],
-  frozen: LanguageModel | None = None,
-  extra_length: int = 0,
-  num_branches: int = 0,
-) -> Stack | Hourglass:
-  """The blocks of a model or a middle, with any inner pooling, within `num_branches` branches."""
-  model, *inner = stages
-  is_pooled = sections.is_pooled(model)
-  outer = [model["first"], model["last"]] if is_pooled else [model]
-  sizes = [(section["mixer"] or model["mixer"], section["num_layers"]) for section in outer]
-  num_branches += sum(_count_branches(*size) for size in sizes)
-  stacks = [_stack(model, *size, extra_length, num_branches) for size in sizes]
-  if not is_pooled:
-    return stacks[0]
-  first, last = stacks
-  inner = inner or [{**model, "boundaries": {"name": "none"}}]
-  middle = _core(inner, None, extra_length + 1, num_branches)  # with the null group
-  inner_stacks = [middle] if isinstance(middle, Stack) else []
-  resizes = inner[0]["width"] != model["width"]
-  norms = {}
-  if model["stack_norms"]:  # An hourglass in the middle has its own.
-    names = ("first", "last", *["middle"] * len(inner_stacks))
-    norms = {f"{name}_out_norm": _norm(model) for name in names}
-  return Hourglass(
+def _core(stages: Sequence[Mapping], frozen: LanguageModel | None) -> Hourglass:
+  """The layers of a model, within a stage for each section that pools, the outermost first."""
+  pooled = [model for model in stages if sections.is_pooled(model)]
+  modules = []
+  num_branches = 0
+  for depth, model in enumerate(pooled):
+    for name in ("first", "last"):
+      num_branches += _count_branches(_mixer_of(model, name), model[name]["num_layers"])
+    inner_width = stages[depth + 1]["width"] if depth + 1 < len(stages) else model["width"]
+    place = _Place(depth, num_branches)
+    modules.append(_stage(model, place, inner_width, frozen if depth == 0 else None))
+  # Of a model whose innermost section pools, the layers within have the same settings.
+  model = stages[-1]
+  num_branches += _count_branches(model["mixer"], model["num_layers"])
+  place = _Place(len(pooled), num_branches)
+  has_norm = bool(pooled) and pooled[-1]["stack_norms"]
+  layers = _stack(model, model["mixer"], model["num_layers"], place, has_norm)
+  innermost = modules[-1] if modules else None
+  if innermost is None or innermost.inner_width is not None:
+    return Hourglass(layers, tuple(modules), _relative_positions([layers]))
+  # The layers share the positions of the stage around them.
+  shared = _relative_positions([innermost.first, innermost.last, layers])
+  modules[-1] = innermost.clone(shared_positions=shared)
+  return Hourglass(layers, tuple(modules))
+
+
+class _Place(NamedTuple):
+  """Where a stack is: within how many stages, and with how many branches up to its stage."""
+
+  depth: int
+  num_branches: int
+
+
+def _stage(model: Mapping, place: _Place, inner_width: int, frozen: LanguageModel | None) -> Stage:
+  has_norm = model["stack_norms"]
+  sizes = model["first"]["num_layers"], model["last"]["num_layers"]
+  first = _stack(model, _mixer_of(model, "first"), sizes[0], place, has_norm)
+  last = _stack(model, _mixer_of(model, "last"), sizes[1], place, has_norm)
+  return Stage(
     width=model["width"],
     first=first,
-    middle=middle,
+    boundaries=_build_boundaries(model, frozen),
     last=last,
-    boundary_predictor=_build_boundaries(model, frozen),
-    middle_norm=_norm(model),
-    relative_positions=_relative_positions([first, last, *([] if resizes else inner_stacks)]),
-    middle_width=inner[0]["width"] if resizes else None,
-    middle_positions=_relative_positions(inner_stacks) if resizes else None,
-    pads_middle=model["middle_resize"] == "padding",
-    **norms,
+    inner_norm=_norm(model),
+    shared_positions=_relative_positions([first, last]),
+    inner_width=None if inner_width == model["width"] else inner_width,
+    pads=model["middle_resize"] == "padding",
     **_drawn(model),
   )
+
+
+def _mixer_of(model: Mapping, name: str) -> Any:
+  """The mixers of the stack `first` or `last`."""
+  return model[name]["mixer"] or model["mixer"]
 
 
 def _drawn(model: Mapping) -> dict[str, Any]:
@@ -145,18 +162,30 @@ def _count_branches(mixer: Any, num_layers: int) -> int:
   return sum(1 + section["has_feed_forward"] for section in layers)
 
 
-def _stack(
-  model: Mapping, mixer: Any, num_layers: int, extra_length: int, num_branches: int
-) -> Stack:
-  max_length = model["max_length"] + extra_length
-  mixers = sections.in_turn("", mixer).values()
+def _stack(model: Mapping, mixer: Any, num_layers: int, place: _Place, has_norm: bool) -> Stack:
+  blocks = [_block(model, section, place) for section in sections.in_turn("", mixer).values()]
+  return Stack(
+    num_layers,
+    tuple(blocks[:num_layers]),
+    out_norm=_norm(model) if has_norm else None,
+    scan_layers=model["scan_layers"],
+    remat=model["remat"],
+    residual_dtype=jnp.float32 if model["residual_dtype"] == "float32" else None,
+  )
+
+
+def _block(model: Mapping, section: Mapping, place: _Place) -> Block:
   drawn = _drawn(model)
   if model["scale_outputs"]:
-    drawn["out_scale"] = num_branches**-0.5
-
-  def make_block(section: Mapping) -> Block:
-    options: Any = dict(position_dropout=model["dropout"], **drawn)
-    has_network = section["has_feed_forward"]
+    drawn["out_scale"] = place.num_branches**-0.5
+  mixer = registry.mixers.maker(
+    section,
+    max_length=model["max_length"] + place.depth,  # with the null groups
+    position_dropout=model["dropout"],
+    **drawn,
+  )
+  network = None
+  if section["has_feed_forward"]:
     network = FeedForward(
       model["feed_forward_width"],
       model["activation"],
@@ -164,21 +193,13 @@ def _stack(
       use_bias=model["use_bias"],
       **drawn,
     )
-    return Block(
-      registry.mixers.maker(section, max_length=max_length, **options)(),
-      network if has_network else None,
-      mixer_norm=_norm(model),
-      feed_forward_norm=_norm(model) if has_network else None,
-      is_pre_norm=model["norm_position"] == "pre",
-      dropout=model["dropout"],
-    )
-
-  return Stack.in_turn(
-    num_layers,
-    [partial(make_block, section) for section in mixers],
-    scan_layers=model["scan_layers"],
-    remat=model["remat"],
-    residual_dtype=jnp.float32 if model["residual_dtype"] == "float32" else None,
+  return Block(
+    mixer(),
+    network,
+    mixer_norm=_norm(model),
+    feed_forward_norm=_norm(model) if network else None,
+    is_pre_norm=model["norm_position"] == "pre",
+    dropout=model["dropout"],
   )
 
 
@@ -202,17 +223,16 @@ def pad_id(settings: ConfigDict) -> int:
 
 def frozen_path(model: Any) -> tuple[str, ...]:
   """The path of the frozen model's parameters within a model's; () without a frozen model."""
-  if not isinstance(model, LanguageModel) or model.hourglass is None:
+  if not isinstance(model, LanguageModel) or not model.core.stages:
     return ()
-  needs_run = model.hourglass.boundary_predictor.needs_run
-  return ("hourglass", "boundary_predictor", "frozen") if needs_run else ()
+  needs_run = model.core.stages[0].boundaries.needs_run
+  return ("stages_0", "boundaries", "frozen") if needs_run else ()
 
 
 def with_frozen(params: Mapping, frozen: Mapping) -> dict:
   """Replaces the parameters of the frozen model that a model's boundaries use."""
-  inner = params["hourglass"]
-  boundaries = {**inner["boundary_predictor"], "frozen": frozen}
-  return {**params, "hourglass": {**inner, "boundary_predictor": boundaries}}
+  stage = params["stages_0"]
+  return {**params, "stages_0": {**stage, "boundaries": {**stage["boundaries"], "frozen": frozen}}}
 
 
 def with_vocabulary(config: ConfigDict, tokenizer: Any) -> ConfigDict:
@@ -240,7 +260,7 @@ def make_model(config: ConfigDict, model: CustomModel, frozen: LanguageModel | N
       "model: expected a flax.linen.Module, or a function of config.model "
       f"that gives one, got {built!r}"
     )
-  pools = isinstance(built, LanguageModel) and built.hourglass is not None
+  pools = isinstance(built, LanguageModel) and bool(built.core.stages)
   if pools != sections.is_pooled(config.model):
     raise UserError(
       f"model.boundaries: expected {'those of the' if pools else 'none for a'} model that "

@@ -1,40 +1,45 @@
 """Blocks in sequence, scanned over their parameters. B batch, T position, D width."""
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray, PyTree
 
 from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.block import Block
+from dpjax.layers.common import Params
+from dpjax.layers.mixer import Cache, Context, Mixer
 from dpjax.ops import arrays
 
 
-class BlockGroup(nn.Module):
-  """Alternating blocks, with parameters in `place_0`, `place_1` and so on."""
+class Buckets(NamedTuple):
+  """The lengths that a stack is compiled for; see `dpjax.ops.run_in_bucket`.
 
-  place: tuple[Block, ...]
+  Attributes:
+    sizes: increasing lengths, the last is T; () for T only.
+    required: int32, the number of positions that will be read; None for all.
+  """
+
+  sizes: tuple[int, ...] = ()
+  required: jax.Array | None = None
 
 
 class Stack(nn.Module):
-  """Blocks with stacked parameters, scanned or unrolled.
+  """Layers of P blocks in turn: layer i is block i mod P.
 
-  The parameters of one `block` are [num_layers, ...], in the scope of the stack. With P > 1
-  distinct blocks (`in_turn`), layer i is block i mod P: whole periods are scanned, with parameters
-  [num_layers // P, ...] in `period.place_p`; num_layers mod P layers follow, with parameters
-  [1, ...] in `rest.place_p`.
+  The parameters of block p are in `blocks_p`, those of its layers stacked, [its layers, ...].
 
   Attributes:
-    num_layers: the number of layers.
-    block: a `dpjax.layers.Block`; None with alternating blocks.
-    period: the alternating blocks; None if there are fewer layers.
-    rest: the blocks of the layers after the last whole period; None without such layers.
-    scan_layers: whether to compile one layer, or period, and loop over it.
+    num_layers: N, the number of layers.
+    blocks: P `dpjax.layers.Block`s, P <= N.
+    out_norm: a norm after the last layer, or None.
+    scan_layers: whether to compile P layers and loop over them, or to compile all.
     remat: whether to keep only each layer's input for the gradient.
     residual_dtype: the dtype of the sum of branches and of the result; None: the input's.
 
@@ -43,235 +48,232 @@ class Stack(nn.Module):
   """
 
   num_layers: int
-  block: Block | None = None
-  period: BlockGroup | None = None
-  rest: BlockGroup | None = None
+  blocks: tuple[Block, ...]
+  out_norm: nn.Module | None = None
   scan_layers: bool = True
   remat: bool = False
-  residual_dtype: Any = None
+  residual_dtype: DTypeLike | None = None
 
   def __post_init__(self):
-    arrays.integers(num_layers=self.num_layers)
-    has_blocks = any(x is not None for x in (self.block, self.period, self.rest))
-    if not has_blocks or not all(hasattr(block, "mixer") for block in self.blocks):
-      raise UserError(f"block: expected a layers.Block, or Stack.in_turn, got {self.block!r}")
+    arrays.integer("num_layers", self.num_layers)
+    if not self.blocks or not all(hasattr(block, "mixer") for block in self.blocks):
+      raise UserError(f"blocks: expected a tuple of layers.Block, got {self.blocks!r}")
     super().__post_init__()
 
-  @classmethod
-  def in_turn(
-    cls, num_layers: int, make_blocks: Sequence[Callable[[], Block]], **options: Any
-  ) -> "Stack":
-    """A stack whose layer i is a block of `make_blocks[i mod P]`, for P functions."""
-
-    def make_group(count: int) -> BlockGroup | None:
-      return BlockGroup(tuple(make() for make in make_blocks[:count])) if count else None
-
-    if len(make_blocks) == 1:
-      return cls(num_layers, make_blocks[0](), **options)
-    num_periods, num_left = divmod(num_layers, len(make_blocks))
-    period = make_group(len(make_blocks)) if num_periods else None
-    return cls(num_layers, period=period, rest=make_group(num_left), **options)
-
-  def setup(self):
-    """Keeps the parameters of one block in the scope of the stack."""
-    if self.block is not None:
-      nn.share_scope(self, self.block)
-
   def __call__(
-    self,
-    x_btd: jax.Array,
-    *,
-    deterministic: bool = True,
-    positions: Any = None,
-    document_starts: jax.Array | None = None,
-    bucket_sizes: Sequence[int] = (),
-    required_length: jax.Array | None = None,
+    self, x_btd: jax.Array, context: Context | None = None, buckets: Buckets | None = None
   ) -> jax.Array:
-    """[B, T, D] -> [B, T, D].
-
-    Args:
-      x_btd: [B, T, D].
-      deterministic: False in training.
-      positions: what mixers share, from `dpjax.layers.attention.SharedPositions`.
-      document_starts: see `LanguageModel`.
-      bucket_sizes: the lengths of `dpjax.ops.run_in_bucket`; () for T only.
-      required_length: see `dpjax.ops.run_in_bucket`.
-    """
+    """[B, T, D] -> [B, T, D], for whole rows, at the smallest of the buckets that suffices."""
     x_btd = self.cast_residual(x_btd)
-    inputs = {"positions": positions, "document_starts": document_starts}
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    run = functools.partial(
-      _run_block,
-      deterministic=deterministic,
-      bucket_sizes=bucket_sizes,
-      required_length=required_length,
-      inputs=inputs,
-    )
-    if self.remat and len(bucket_sizes) < 2:
+    context = context or Context()
+    buckets = buckets or Buckets()
+    # Whole rows read neither, and a branch of `run_in_bucket` would carry them.
+    context = context.replace(lengths=None, num_before=None)
+    if self.is_initializing():
+      self._create(x_btd, context.replace(deterministic=True))
+    blocks, params = self._unbound_blocks()
+    keys = self._draw_keys(context)
+    runs = [functools.partial(run_block, block, buckets) for block in blocks]
+    if self.remat and len(buckets.sizes) < 2:
       # Within a scan, the loop itself separates the two passes.
-      run = nn.remat(run, prevent_cse=not self.scan_layers)
+      runs = [jax.checkpoint(run, prevent_cse=not self.scan_layers) for run in runs]
 
-    def run_group(group, x_btd, _):
-      for block in getattr(group, "place", (group,)):
-        x_btd = run(block, x_btd)
+    def run_period(x_btd, layers):
+      for run, (params, key) in zip(runs, layers, strict=True):
+        x_btd = run(params, x_btd, context, key)
       return x_btd, None
 
-    groups = [(self.block, self.num_layers)]
-    if self.block is None:
-      groups = [(self.period, self.num_layers // len(self.blocks)), (self.rest, 1)]
-    for group, length in groups:
-      if group is None:
-        continue
-      scan = nn.scan(
-        run_group,
-        variable_axes={"params": 0},
-        split_rngs={"params": True, "dropout": True},
-        length=length,
-        unroll=1 if self.scan_layers else length,
-      )
-      x_btd, _ = scan(group, x_btd, None)
-    return x_btd
+    count = self.num_layers // len(blocks)
+    periods = [_first(pair, count) for pair in zip(params, keys, strict=True)]
+    unroll = 1 if self.scan_layers else count
+    x_btd, _ = jax.lax.scan(run_period, x_btd, periods, unroll=unroll)
+    for p in range(self.num_layers % len(blocks)):
+      layer, key = take_layer((params[p], keys[p]), count)
+      x_btd = runs[p](layer, x_btd, context, key)
+    return x_btd if self.out_norm is None else self.out_norm(x_btd)
 
   def step(
-    self,
-    x_btd: jax.Array,
-    caches: tuple,
-    lengths: jax.Array | None = None,
-    *,
-    positions: Any = None,
-  ) -> tuple[jax.Array, tuple]:
-    """Returns the outputs for the next T tokens, [B, T, D], and the new cache of each layer.
+    self, x_btd: jax.Array, caches: tuple[Cache, ...], context: Context
+  ) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """The outputs for the next T positions, [B, T, D], and the new cache of each layer.
 
-    A chunk is read in a loop over the layers, which is compiled once, unless the parameters are
-    from `unstack`. For single tokens, the loop would copy each layer's parameters and cache.
-
-    Args:
-      x_btd: [B, T, D].
-      caches: from `init_cache` or the previous call.
-      lengths: [B], int32, the number of real tokens in each row; None means all.
-      positions: as in a call, for `max_length` distances.
+    A chunk is read in a loop over periods of P layers, which is compiled once. For single
+    positions the loop would copy each layer's cache, and `unstack` avoids copies of parameters.
     """
-    x_btd, params = self.cast_residual(x_btd), self.variables["params"]
-    blocks = self.unbind()[0].blocks
-
-    def run(x_btd, pairs) -> Any:
-      new_caches = []
-      for block, (params, cache) in zip(itertools.cycle(blocks), pairs, strict=False):
-        inputs = {} if positions is None or not _shares(block) else {"positions": positions}
-        inputs |= dict(cache=cache, lengths=lengths)
-        x_btd, cache = block.apply({"params": params}, x_btd, **inputs)
-        new_caches.append(cache)
-      return x_btd, new_caches
-
-    num_blocks, num_looped, looped = len(blocks), 0, []
-    has_periods = self.block is not None or self.period is not None
-    if x_btd.shape[1] > 1 and self.scan_layers and has_periods and "0" not in params:
-      num_looped = self.num_layers // num_blocks * num_blocks
-      stacked = [params]
-      if self.block is None:
-        stacked = [params["period"][f"place_{i}"] for i in range(num_blocks)]
-      caches_of = [caches[i:num_looped:num_blocks] for i in range(num_blocks)]
-      caches_of = [jax.tree.map(lambda *x: jnp.stack(x), *of_block) for of_block in caches_of]
-      x_btd, new = jax.lax.scan(run, x_btd, list(zip(stacked, caches_of, strict=True)))
-      looped = [_layer(new[i % num_blocks], i // num_blocks) for i in range(num_looped)]
-    layers = self.unstack(params) if num_looped < self.num_layers else {}
-    pairs = [(layers[str(i)], caches[i]) for i in range(num_looped, self.num_layers)]
-    x_btd, rest = run(x_btd, pairs)
-    return x_btd, (*looped, *rest)
+    x_btd = self.cast_residual(x_btd)
+    blocks, params = self._unbound_blocks()
+    period = len(blocks)
+    new: list[Cache] = []
+    if x_btd.shape[1] > 1 and self.scan_layers:
+      whole = self.num_layers // period * period
+      x_btd, new = _step_periods(blocks, params, x_btd, caches[:whole], context)
+    for i in range(len(new), self.num_layers):
+      variables = {"params": take_layer(params[i % period], i // period)}
+      x_btd, cache = blocks[i % period].apply(variables, x_btd, caches[i], context, method="step")
+      new.append(cache)
+    return x_btd if self.out_norm is None else self.out_norm(x_btd), tuple(new)
 
   def cast_residual(self, x_btd: jax.Array) -> jax.Array:
     """The input in `residual_dtype`."""
     return x_btd if self.residual_dtype is None else x_btd.astype(self.residual_dtype)
 
-  def unstack(self, params: Mapping) -> Mapping:
-    """A copy of the parameters, separate for each layer, under "0", "1", ..."""
-    if "0" in params:
-      return params
-    num_blocks, layers = len(self.blocks), {}
+  def _create(self, x_btd: jax.Array, context: Context) -> None:
+    """Creates the parameters."""
+    for p, block in enumerate(self.blocks):
+      create = nn.scan(
+        lambda block, x_btd, _: (block(x_btd, context), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=len(range(p, self.num_layers, len(self.blocks))),
+      )
+      create(block, x_btd, None)
+
+  def _unbound_blocks(self) -> tuple[tuple[Block, ...], list[Params]]:
+    """The blocks as pure functions, and the parameters of each."""
+    stack, variables = self.unbind()
+    params = [variables["params"][f"blocks_{p}"] for p in range(len(self.blocks))]
+    return stack.blocks, params
+
+  def _draw_keys(self, context: Context) -> list[PRNGKeyArray | None]:
+    """For each block the keys of its layers, [its layers]; None without random draws."""
+    if context.deterministic or not self.has_rng("dropout"):
+      return [None] * len(self.blocks)
+    keys = jax.random.split(self.make_rng("dropout"), self.num_layers)
+    return [keys[p :: len(self.blocks)] for p in range(len(self.blocks))]
+
+  def unstack(self, params: Params) -> tuple["UnstackedStack", Params]:
+    """The stack with arrays of their own for each layer, and its parameters, copied."""
+    period = len(self.blocks)
+    blocks = tuple(self.blocks[i % period].clone() for i in range(self.num_layers))
+    layers = {}
     for i in range(self.num_layers):
-      index, offset = divmod(i, num_blocks)
-      layer = params
-      if self.block is None:
-        is_left = self.period is None or i >= self.num_layers - self.num_layers % num_blocks
-        index = 0 if is_left else index
-        layer = params["rest" if is_left else "period"][f"place_{offset}"]
-      layers[str(i)] = _layer(layer, index)
-    return layers
+      layers[f"blocks_{i}"] = take_layer(params[f"blocks_{i % period}"], i // period)
+    if self.out_norm is not None:
+      layers["out_norm"] = params["out_norm"]
+    stack = UnstackedStack(
+      self.num_layers,
+      blocks,
+      out_norm=self.out_norm,
+      residual_dtype=self.residual_dtype,
+      parent=None,
+    )
+    return stack, layers
 
   @property
-  def blocks(self) -> tuple[Block, ...]:
-    """The distinct blocks, in order."""
-    if self.block is not None:
-      return (self.block,)
-    group = self.rest if self.period is None else self.period
-    assert group is not None
-    return group.place
-
-  @property
-  def mixers(self) -> list[Any]:
-    """The mixers of the distinct blocks, in order."""
-    return [block.mixer for block in self.blocks]
+  def mixers(self) -> tuple[Mixer, ...]:
+    """The mixers of the blocks, in order."""
+    return tuple(block.mixer for block in self.blocks)
 
   @property
   def shares_positions(self) -> bool:
-    """Whether some of its mixers take `positions` that layers share."""
-    return any(map(_shares, self.blocks))
+    """Whether some of its mixers take `context.positions`."""
+    return any(hasattr(mixer, "make_positions") for mixer in self.mixers)
 
   @property
-  def num_distances(self) -> int:
-    """The maximum number of distances that mixers with shared positions read."""
-    return max(block.mixer.max_length for block in self.blocks if _shares(block))
+  def max_length(self) -> int:
+    """The longest T of its mixers."""
+    return max(mixer.max_length for mixer in self.mixers)
 
   @property
   def has_cache(self) -> bool:
     """Whether its mixers have a cache."""
-    return all(hasattr(mixer, "init_cache") for mixer in self.mixers)
+    return all(mixer.has_cache for mixer in self.mixers)
 
-  def init_cache(self, batch: int, width: int) -> tuple:
+  def init_cache(self, batch: int, width: int) -> tuple[Cache, ...]:
     """A cache for each layer, for B rows of width D."""
     mixers = self.mixers
-    layers = (mixers[i % len(mixers)] for i in range(self.num_layers))
-    return tuple(mixer.init_cache(batch, width) for mixer in layers)
+    return tuple(mixers[i % len(mixers)].init_cache(batch, width) for i in range(self.num_layers))
 
 
-def is_stacked(params: Any) -> Any:
-  """A tree of bools: whether the first axis of each array indexes the layers of a `Stack`."""
-  gains = "mixer_norm/scale"  # in every block: [D], or [num_layers, D]
+class UnstackedStack(Stack):
+  """The layers of a `Stack`, from its `unstack`: it only steps, and copies no parameters.
 
-  def is_of_stack(path, x):
-    return x.ndim == 2 and jax.tree_util.keystr(path[-2:], simple=True, separator="/") == gains
+  The parameters of layer i are in `blocks_i`, without an axis of layers.
+  """
 
-  stacks = {path[:-2] for path, x in jax.tree.leaves_with_path(params) if is_of_stack(path, x)}
-  return jax.tree.map_with_path(
-    lambda path, _: any(path[:i] in stacks for i in range(len(path))), params
-  )
+  def __call__(
+    self, x_btd: jax.Array, context: Context | None = None, buckets: Buckets | None = None
+  ) -> jax.Array:
+    """Raises a `ValueError`."""
+    raise ValueError("unstacked layers: expected a call of `step`, got one of whole rows")
+
+  def step(
+    self, x_btd: jax.Array, caches: tuple[Cache, ...], context: Context
+  ) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """See `Stack.step`."""
+    x_btd = self.cast_residual(x_btd)
+    new = []
+    for block, cache in zip(self.blocks, caches, strict=True):
+      x_btd, cache = block.step(x_btd, cache, context)
+      new.append(cache)
+    return x_btd if self.out_norm is None else self.out_norm(x_btd), tuple(new)
+
+  def unstack(self, params: Params) -> tuple["UnstackedStack", Params]:
+    """The stack and its parameters as they are."""
+    return self, params
 
 
-def _shares(block: Any) -> bool:
-  return hasattr(block.mixer, "make_positions")
+def run_block(
+  block: Block,
+  buckets: Buckets,
+  params: Params,
+  x_btd: jax.Array,
+  context: Context,
+  key: PRNGKeyArray | None = None,
+) -> jax.Array:
+  """A block with its parameters on whole rows, at the smallest of the buckets that suffices."""
+
+  def run(x_btd, params, context, key):
+    rngs = {} if key is None else {"dropout": key}
+    y_btd = block.apply({"params": params}, x_btd, context.truncate(x_btd.shape[1]), rngs=rngs)
+    assert isinstance(y_btd, jax.Array)
+    return y_btd
+
+  if not buckets.sizes:
+    return run(x_btd, params, context, key)
+  return ops.run_in_bucket(run, buckets.sizes, buckets.required, x_btd, params, context, key)
 
 
-def _layer(tree: Any, i: int) -> Any:
+def _step_periods(
+  blocks: Sequence[Block],
+  params: Sequence[Params],
+  x_btd: jax.Array,
+  caches: Sequence[Cache],
+  context: Context,
+) -> tuple[jax.Array, list[Cache]]:
+  """The steps of whole periods of layers, in a loop."""
+  period = len(blocks)
+  count = len(caches) // period
+  layers = []
+  for p in range(period):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches[p::period])
+    layers.append((_first(params[p], count), stacked))
+
+  def run_period(x_btd, layers):
+    new = []
+    for block, (params, cache) in zip(blocks, layers, strict=True):
+      x_btd, cache = block.apply({"params": params}, x_btd, cache, context, method="step")
+      new.append(cache)
+    return x_btd, new
+
+  x_btd, new = jax.lax.scan(run_period, x_btd, layers)
+  return x_btd, [take_layer(new[i % period], i // period) for i in range(len(caches))]
+
+
+def share_positions(
+  module: Callable[..., object] | None, stack: Stack, context: Context, length: int, width: int
+) -> Context:
+  """The context of a stack whose mixers share positions: `module` makes so many distances."""
+  if module is None or not stack.shares_positions:
+    return context.replace(positions=None)
+  return context.replace(positions=module(length, width, deterministic=context.deterministic))
+
+
+def take_layer(tree: PyTree, i: int) -> PyTree:
+  """Entry i of each array."""
   return jax.tree.map(lambda x: x[i], tree)
 
 
-def _run_block(block, x_btd, *, deterministic, bucket_sizes, required_length, inputs):
-  """Runs a block, given several lengths at the smallest that suffices."""
-  if not _shares(block):
-    inputs = {name: x for name, x in inputs.items() if name != "positions"}
-  # A direct call creates the parameters, which are the same for any length.
-  if not bucket_sizes or block.is_initializing():
-    return block(x_btd, deterministic=deterministic, **inputs)
-  has_key = not deterministic and block.has_rng("dropout")
-  key = block.make_rng("dropout") if has_key else None
-  free, variables = block.unbind()
-
-  def run(x_btd, params, inputs, key):
-    if "document_starts" in inputs:
-      inputs = {**inputs, "document_starts": inputs["document_starts"][:, : x_btd.shape[1]]}
-    rngs = {"dropout": key} if has_key else {}
-    return free.apply({"params": params}, x_btd, deterministic=deterministic, rngs=rngs, **inputs)
-
-  return ops.run_in_bucket(
-    run, bucket_sizes, required_length, x_btd, variables["params"], inputs, key
-  )
+def _first(tree: PyTree, count: int) -> PyTree:
+  """The first entries of each array; the arrays themselves if that is all."""
+  return jax.tree.map(lambda x: x if len(x) == count else x[:count], tree)

@@ -93,7 +93,10 @@ def _check(name: str, value: Any, hint: Any) -> Any:
       fields |= {x: _check(f"{name}.{x}", fields[x], y) for x, y in _array_hints(choice).items()}
       return choice(**fields)
     if typing.get_origin(choice) is tuple and isinstance(value, tuple | list):
-      if len(value) == len(inner := typing.get_args(choice)):
+      inner = typing.get_args(choice)
+      if inner[1:] == (Ellipsis,):
+        inner = inner[:1] * len(value)
+      if len(value) == len(inner):
         return tuple(_check(name, x, y) for x, y in zip(value, inner, strict=True))
     if _is_array(choice) and isinstance(array, choice):
       _check_values(name, value, cast(Any, choice).dtype)  # A converted array may be a tracer.

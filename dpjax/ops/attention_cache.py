@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Integer
+from jaxtyping import Array, Float, Int32, Integer, PyTree
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
@@ -40,6 +40,27 @@ class AttentionCache(NamedTuple):
   values: Float[Array, "B H M E"]
   length: Int32[Array, "B"]
 
+  @property
+  def slots(self) -> int:
+    """M."""
+    return self.values.shape[2]
+
+  def resize(self, slots: int) -> "AttentionCache":
+    """Copies rows to M = `slots`, if no row has more tokens than either cache has slots.
+
+    A step reads all slots, filled or not, so a short cache is fast while rows are short.
+    """
+    change = slots - self.slots
+    keys = jax.lax.pad(
+      self.keys, jnp.zeros((), self.keys.dtype), [(0, 0, 0), (0, 0, 0), (0, 0, 0), (0, change, 0)]
+    )
+    values = jax.lax.pad(
+      self.values,
+      jnp.zeros((), self.values.dtype),
+      [(0, 0, 0), (0, 0, 0), (0, change, 0), (0, 0, 0)],
+    )
+    return AttentionCache(keys, values, self.length)
+
 
 def init_attention_cache(
   batch: int, max_length: int, num_heads: int, features: int, dtype: DTypeLike = jnp.float32
@@ -58,17 +79,36 @@ def init_attention_cache(
   )
 
 
-def resize_attention_cache(cache: AttentionCache, max_length: int) -> AttentionCache:
-  """Copies rows to M = `max_length` slots, if no row has more tokens than either cache has slots.
+# Attention reads all slots of a cache. Caches above this many bytes double as rows grow; each size
+# compiles once.
+_SMALL_BYTES = 2**25
+_LEAST_SLOTS = 128
 
-  A step reads all slots, filled or not, so a short cache is fast while rows are short.
+
+def resize_caches(caches: PyTree, full: PyTree, slots: int) -> PyTree:
+  """Gives every `AttentionCache` in a tree `slots` slots, or as many as it has in `full`."""
+
+  def resize(cache, whole):
+    if not isinstance(cache, AttentionCache):
+      return cache
+    return cache.resize(min(slots, whole.slots))
+
+  return jax.tree.map(resize, caches, full, is_leaf=lambda x: isinstance(x, AttentionCache))
+
+
+def num_slots(full: PyTree, longest: int, max_length: int) -> int:
+  """The slots for the caches in a tree, of full sizes in `full`: all slots if they are small.
+
+  Rows will have up to `longest` tokens. Some caches may have more slots than `max_length`, for null
+  groups.
   """
-
-  def resize(x, axis):
-    edges = [(0, (max_length - size) * (i == axis), 0) for i, size in enumerate(x.shape)]
-    return jax.lax.pad(x, jnp.zeros((), x.dtype), edges)
-
-  return AttentionCache(resize(cache.keys, 3), resize(cache.values, 2), cache.length)
+  leaves = jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, AttentionCache))
+  caches = [x for x in leaves if isinstance(x, AttentionCache)]
+  most = max((cache.slots for cache in caches), default=0)
+  if sum(2 * x.keys.size * x.keys.dtype.itemsize for x in caches) <= _SMALL_BYTES:
+    return most
+  needed = max(longest + max(0, most - max_length), _LEAST_SLOTS)
+  return min(most, 1 << (needed - 1).bit_length())
 
 
 @automatic_axes

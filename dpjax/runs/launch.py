@@ -1,6 +1,7 @@
 """Trains the model of a configuration."""
 
 import hashlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from dpjax.data import batches, mixture
 from dpjax.data.token_files import Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
-from dpjax.layers import mixer
 from dpjax.layers.common import Params
 from dpjax.models import build
 from dpjax.runs import prepare, run_files
@@ -157,12 +157,22 @@ def _check(run: Run, trainer: Trainer) -> int:
   _check_memory(jax.tree.leaves((shapes, opt_state, average)), config.train.param_sharding)
   if config.data.isolate_documents:
     try:
-      mixer.check_takes_starts(run.model)
+      _check_takes_starts(run.model)
       starts = jnp.ones((1, 1), jnp.int32)
       jax.eval_shape(lambda: init_params(run.model, key, document_starts=starts))
     except UserError as error:
       raise UserError(f"data.isolate_documents: expected False, got True ({error})") from error
   return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def _check_takes_starts(model: nn.Module) -> None:
+  """Raises a `UserError` if a model, perhaps the user's, takes no `document_starts`."""
+  parameters = inspect.signature(type(model).__call__).parameters.values()
+  if not any(x.name == "document_starts" or x.kind is x.VAR_KEYWORD for x in parameters):
+    raise UserError(
+      f"document_starts: expected none for a model with {type(model).__name__}, which does not "
+      "keep documents apart (its __call__ takes no `document_starts`), got some"
+    )
 
 
 def _check_memory(arrays: Sequence[jax.ShapeDtypeStruct], param_sharding: str) -> None:

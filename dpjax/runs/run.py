@@ -209,8 +209,7 @@ class Run:
     tokens = self.tokenizer.encode(text)
     if not 1 <= len(tokens) <= self.window:
       raise UserError(f"text: expected 1 to {self.window} tokens, got {len(tokens)}")
-    stack = self.model.layers if isinstance(self.model, LanguageModel) else None
-    if stack is None:
+    if not isinstance(self.model, LanguageModel) or self.model.core.stages:
       raise UserError("run: expected a model of Dispatchers without token pooling, got another")
     seen: Any
     _, seen = self.model.apply(
@@ -220,14 +219,13 @@ class Run:
       mutable=["intermediates"],
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-    names = [type(mixer).__name__ for mixer in stack.mixers]
-    blocks = stack.blocks
+    layers, params = self.model.core.layers.unstack(self.params["layers"])
     matrices = []
-    for i, layer in enumerate(stack.unstack(self.params["layers"]).values()):
-      block = blocks[i % len(blocks)]
-      x_btd, seen = block.apply({"params": layer}, x_btd, mutable=["intermediates"])
+    for i, block in enumerate(layers.blocks):
+      layer = {"params": params[f"blocks_{i}"]}
+      x_btd, seen = block.apply(layer, x_btd, mutable=["intermediates"])
       if "intermediates" not in seen:
-        got = " and ".join(dict.fromkeys(names))
+        got = " and ".join(dict.fromkeys(type(mixer).__name__ for mixer in layers.mixers))
         raise UserError(f"run: expected a model of Dispatchers, got one of {got}")
       (g_bthk,) = seen["intermediates"]["mixer"]["level_gates"]
       matrices.append(np.asarray(ops.dispatch_matrix(g_bthk)[0]))

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dpjax.errors import UserError
-from dpjax.layers.boundaries import Boundaries
-from dpjax.models.hourglass import InnerBoundaries
-from dpjax.models.language_model import LanguageModelOutput
+from dpjax.layers.boundaries import Boundaries, StageOutput
 from dpjax.ops.placement import by_platform, num_devices, pvary_like, replicate
 from dpjax.ops.products import dot_general, product, sum_dtype
 
@@ -257,30 +255,30 @@ class Objective:
     sums = {"nats": nats_of(weights), "count": jnp.sum(weights)}
     if not self.boundaries:
       return sums
-    stages = [output]
-    while (inner := getattr(stages[-1], "inner", None)) is not None:
-      stages.append(inner)
+    stages = output.stages
     if len(stages) != len(self.boundaries):
       raise UserError(
         f"model.middle: expected the {len(stages)} stages of pooling of the model, got "
         f"{len(self.boundaries)}"
       )
     module, *inner_modules = self.boundaries
-    boundaries = output.boundaries.astype(jnp.float32)
+    stage = stages[0]
+    boundaries = stage.boundaries.astype(jnp.float32)
     document_starts = batch.get("document_starts")
     sums |= _count_segments(boundaries, weights, document_starts, module.has_null_group)
     if scores_starts:
       sums["start_nats"] = nats_of(weights * boundaries)
     totals = counts or sums
     share = _share(totals["boundaries"], totals["count"])
-    sums["boundary_nats"], targets = module.loss(output, {**batch, "boundary_share": share})
-    sums |= _count_drawn(module, output, weights)
+    sums["boundary_nats"], targets = module.loss(
+      stage, {**batch, "boundary_share": share}, output.logits
+    )
+    sums |= _count_drawn(module, stage, weights)
     if targets is not None:
       targets = targets.astype(jnp.float32)
       sums["targets"] = jnp.sum(targets * weights)
       sums["hits"] = jnp.sum(boundaries * targets * weights)
       sums["agreements"] = jnp.sum((boundaries == targets).astype(jnp.float32) * weights)
-    stage = output
     is_real = _is_real(weights)
     for number, inner_module in enumerate(inner_modules, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
@@ -297,8 +295,10 @@ class Objective:
       num_segments = totals[f"segments_in_{number}"]
       share = _share(totals[f"boundaries_{number}"], num_segments)
       segments = {"weights": is_real, "boundary_share": share}
-      segments |= {} if document_starts is None else {"document_starts": document_starts}
-      segments |= {"update": batch["update"]} if "update" in batch else {}
+      if document_starts is not None:
+        segments["document_starts"] = document_starts
+      if "update" in batch:
+        segments["update"] = batch["update"]
       inner_nats, _ = module.loss(stage, segments)
       sums |= _count_drawn(module, stage, is_real, f"_{number}")
       sums["boundary_nats"] += inner_nats * totals["count"] / jnp.maximum(num_segments, 1)
@@ -333,10 +333,10 @@ def _count_segments(
 
 
 def _count_drawn(
-  module: Boundaries, stage: LanguageModelOutput | InnerBoundaries, weights, suffix: str = ""
+  module: Boundaries, stage: StageOutput, weights, suffix: str = ""
 ) -> dict[str, jax.Array]:
   """The expected number of drawn boundaries, and that of rounded ones if evaluation rounds."""
-  logits_bt = stage.boundary_logits
+  logits_bt = stage.logits
   if not module.is_stochastic or module.samples_in_eval or logits_bt is None:
     return {}
   logits_bt = jnp.where(weights == 0, 0, logits_bt.astype(jnp.float32))

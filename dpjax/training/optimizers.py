@@ -17,7 +17,6 @@ from dpjax.config.schema import Train
 from dpjax.errors import UserError
 from dpjax.layers.common import Params
 from dpjax.models.build import frozen_path
-from dpjax.models.stack import is_stacked
 
 _UNDECAYED = ("scale", "gain", "bias", "a_log", "skip", "null_group")  # suffixes of names
 
@@ -137,7 +136,8 @@ def scale_by_stage(
   """
 
   def update_scaled(updates, state, params=None, **extra):
-    stages = jax.tree.map_with_path(lambda path, _: _stage(_names(path)), updates)
+    num_stages = sum(name.startswith("stages_") for name in updates)
+    stages = jax.tree.map_with_path(lambda path, _: _stage(_names(path), num_stages), updates)
     if (count := 1 + max(jax.tree.leaves(stages), default=0)) != len(multipliers):
       raise UserError(f"multipliers: expected {count}, one for each stage, got {multipliers}")
     updates, state = optimizer.update(updates, state, params, **extra)
@@ -146,12 +146,15 @@ def scale_by_stage(
   return optax.GradientTransformationExtraArgs(optimizer.init, update_scaled)
 
 
-def _stage(names: Sequence[str]) -> int:
-  """The stage of a parameter, 0 for the outermost."""
-  if names[0] != "hourglass":
+def _stage(names: Sequence[str], num_stages: int) -> int:
+  """The stage of a parameter, 0 for the outermost of `num_stages`, around the innermost layers."""
+  if names[0] in ("layers", "shared_positions"):
+    return num_stages
+  if not names[0].startswith("stages_"):
     return 0
-  is_inner = [name.startswith("middle") or name == "null_group" for name in names[1:]]
-  return [*is_inner, False].index(False)
+  stage = int(names[0].removeprefix("stages_"))
+  is_within = names[1] in ("null_group", "inner_norm", "widen", "narrow", "padding")
+  return stage + 1 if is_within else stage
 
 
 def check(
@@ -358,9 +361,10 @@ def muon(
 def _matrices(params: Params) -> Params:
   """The axes of each parameter that form a matrix; None for Adam's parameters."""
 
-  def find_axes(path, leaf, is_of_stack):
+  def find_axes(path, leaf):
     names = _names(path)
-    first = 1 if is_of_stack else 0
+    is_of_stack = names[0] == "layers" or names[0].startswith("stages_")
+    first = 1 if is_of_stack and any(name.startswith("blocks_") for name in names) else 0
     # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
     size, *others = leaf.shape[first:] or (1,)
     is_kernel = names[-1] == "kernel" and names[0] not in ("embedding", "logits")
@@ -370,4 +374,4 @@ def _matrices(params: Params) -> Params:
       reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
     )
 
-  return jax.tree.map_with_path(find_axes, params, is_stacked(params))
+  return jax.tree.map_with_path(find_axes, params)

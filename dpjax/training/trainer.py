@@ -18,6 +18,7 @@ from dpjax.config.schema import Train
 from dpjax.errors import UserError
 from dpjax.layers.common import Params
 from dpjax.models.language_model import LanguageModel, LanguageModelOutput
+from dpjax.models.stage import PoolingHints
 from dpjax.training import losses, optimizers, sharding
 
 Batch = Mapping[str, jax.Array]
@@ -91,7 +92,7 @@ class Trainer:
       raise UserError(
         f"num_steps: expected the settings' {self.settings.num_steps}, got {self.num_steps}"
       )
-    pools = isinstance(self.model, LanguageModel) and self.model.hourglass is not None
+    pools = isinstance(self.model, LanguageModel) and bool(self.model.core.stages)
     if pools and not self.objective.boundaries:
       raise UserError("objective: expected one with the boundaries of the model, got none")
     # Made outside of a trace, whose arrays must not be kept.
@@ -173,7 +174,7 @@ class Trainer:
       state: the state before the update.
       batch: "tokens", "targets", "weights", each [B, T], and any inputs of the objective; for
         rows of several documents also "document_starts", [B, T], 1 at the first token of each.
-      capacity: the `capacity` of `dpjax.models.hourglass.Hourglass` for this batch.
+      capacity: the `capacity` of `dpjax.models.PoolingHints` for this batch.
 
     Returns:
       The new state, and "loss" (nats per token), "grad_norm" (before clipping), "learning_rate"
@@ -287,7 +288,7 @@ def apply_model(
   if "document_starts" in batch:
     inputs["document_starts"] = batch["document_starts"]
   if capacity is not None:
-    inputs["capacity"] = capacity
+    inputs["pooling"] = PoolingHints(capacity)
   output: Any = model.apply(
     {"params": params},
     batch["tokens"],

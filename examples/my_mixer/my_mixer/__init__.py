@@ -1,13 +1,14 @@
 """minGRU as a token mixer of dpjax. B batch, T position, D width, E hidden width."""
 
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 import dpjax
-from dpjax.layers import mixer
+from dpjax.layers import Context, Mixer
+from dpjax.layers.mixer import check_settings
 
 
 def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> jax.Array:
@@ -29,7 +30,7 @@ def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> 
   return jax.lax.associative_scan(combine, (decay, update), axis=1)[1]
 
 
-class MinGRU(nn.Module):
+class MinGRU(Mixer):
   """A gated recurrence whose gates do not read its state.
 
     z_t = sigmoid(W_z x_t)
@@ -41,54 +42,42 @@ class MinGRU(nn.Module):
   Source: Feng et al. 2024, arXiv:2410.01201, Sec. 3.1 and App. B.
 
   Attributes:
-    max_length: the longest T.
     expansion: E / D.
-    dtype: of the matrix products; parameters are float32.
+
+  For the other attributes see `dpjax.layers.Mixer`.
   """
 
-  max_length: int
+  has_cache: ClassVar[bool] = True
+  separates_documents: ClassVar[bool] = True
+
   expansion: int = 1
-  dtype: jnp.dtype = jnp.float32
 
   def __post_init__(self):
     """Checks that the settings are in range."""
-    mixer.check_settings(self, sizes=("max_length", "expansion"))
+    check_settings(self, sizes=("expansion",))
     super().__post_init__()
 
   @nn.compact
-  def __call__(
-    self,
-    inputs: jax.Array,
-    *,
-    deterministic: bool = True,
-    cache: jax.Array | None = None,
-    lengths: jax.Array | None = None,
-    document_starts: jax.Array | None = None,
-  ) -> Any:
-    """Mixes [B, T, D]; see `dpjax.layers.mixer.Mixer`."""
-    mixer.check_input(
-      inputs, max_length=self.max_length, document_starts=document_starts, cache=cache
-    )
+  def mix(self, inputs: jax.Array, context: Context, cache: jax.Array | None):
+    """Mixes [B, T, D]; see `dpjax.layers.Mixer`."""
     batch, length, width = inputs.shape
-    gates, values = (
-      nn.Dense(width * self.expansion, dtype=self.dtype, name=name)(inputs)
-      for name in ("gates", "values")
-    )
+    hidden = width * self.expansion
+    gates = nn.Dense(hidden, dtype=self.dtype, name="gates")(inputs)
+    values = nn.Dense(hidden, dtype=self.dtype, name="values")(inputs)
     z_bte = nn.sigmoid(gates.astype(jnp.float32))
     v_bte = values.astype(jnp.float32)
     v_bte = jnp.where(v_bte >= 0, v_bte + 0.5, nn.sigmoid(v_bte))
-    if lengths is not None:
+    if context.lengths is not None:
       # Padding keeps the state.
-      is_real_bt = jnp.arange(length)[None] < lengths[:, None]
+      is_real_bt = jnp.arange(length)[None] < context.lengths[:, None]
       z_bte = jnp.where(is_real_bt[..., None], z_bte, 0)
     decay_bte = 1 - z_bte
-    if document_starts is not None:
+    if context.document_starts is not None:
       # A document begins with a state of 0.
-      decay_bte = jnp.where(document_starts[..., None] > 0, 0, decay_bte)
+      decay_bte = jnp.where(context.document_starts[..., None] > 0, 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
     h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
-    y_btd = nn.Dense(width, dtype=self.dtype, name="out")(h_bte)
-    return y_btd if cache is None else (y_btd, h_bte[:, -1])
+    return nn.Dense(width, dtype=self.dtype, name="out")(h_bte), h_bte[:, -1]
 
   def init_cache(self, batch: int, width: int) -> jax.Array:
     """The state, [B, E]."""

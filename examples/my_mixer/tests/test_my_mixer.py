@@ -26,7 +26,9 @@ def test_the_scan_is_the_loop():
 
 def test_the_module_is_the_papers_equations():
   inputs = np.random.default_rng(1).standard_normal((2, 7, 3)).astype(np.float32)
-  outputs, variables = MinGRU(11, expansion=2).init_with_output(jax.random.key(0), inputs)
+  outputs, variables = MinGRU(max_length=11, expansion=2).init_with_output(
+    jax.random.key(0), inputs
+  )
 
   def dense(name, x):
     return x @ variables["params"][name]["kernel"] + variables["params"][name]["bias"]
@@ -44,4 +46,4 @@ def test_the_module_is_the_papers_equations():
 
 def test_settings_out_of_range():
   with pytest.raises(ValueError, match="^expansion: expected at least 1, got 0"):
-    MinGRU(13, expansion=0)
+    MinGRU(max_length=13, expansion=0)
