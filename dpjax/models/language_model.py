@@ -17,7 +17,7 @@ from dpjax.layers.mixer import Context
 from dpjax.models.hourglass import Hourglass, HourglassCache
 from dpjax.models.stage import PoolingHints
 from dpjax.ops import arrays
-from dpjax.ops.placement import automatic_axes
+from dpjax.ops.backend import automatic_axes
 
 
 class LanguageModelCache(NamedTuple):

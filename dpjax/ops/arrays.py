@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -75,13 +75,13 @@ def typed(function: _Function) -> _Function:
   return cast(_Function, run)
 
 
-def check(name: str, value: Any, hint: Any) -> Any:
+def check(name: str, value: object, hint: object) -> Any:
   """Checks a value against an annotation, and returns it with arrays in place of array-likes."""
   with jaxtyping.jaxtyped("context"):
     return _check(name, value, hint)
 
 
-def _check(name: str, value: Any, hint: Any) -> Any:
+def _check(name: str, value: object, hint: object) -> Any:
   choices = _choices(hint)
   is_array = isinstance(value, jax.Array) or not any(map(_is_array, choices))
   array = value if is_array else _as_array(value)
@@ -99,13 +99,13 @@ def _check(name: str, value: Any, hint: Any) -> Any:
       if len(value) == len(inner):
         return tuple(_check(name, x, y) for x, y in zip(value, inner, strict=True))
     if _is_array(choice) and isinstance(array, choice):
-      _check_values(name, value, cast(Any, choice).dtype)  # A converted array may be a tracer.
+      _check_values(name, value, choice.dtype)  # A converted array may be a tracer.
       return array
   expected = " or ".join(_name(choice) for choice in choices)
   raise ValueError(f"{name}: expected {expected}{_sizes()}, got {describe(value)}")
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
   """The dtype and shape of an array, as in float32[2, 7]; else the value or its type, in short."""
   array = value if isinstance(value, jax.Array) else _as_array(value)
   if array is None:
@@ -114,30 +114,30 @@ def describe(value: Any) -> str:
 
 
 @functools.cache
-def _array_hints(annotated: Any) -> dict[str, Any]:
+def _array_hints(annotated: Callable) -> dict[str, object]:
   hints = typing.get_type_hints(annotated)
   return {x: y for x, y in hints.items() if x != "return" and any(map(_has_array, _choices(y)))}
 
 
-def _choices(hint: Any) -> tuple:
+def _choices(hint: object) -> tuple:
   is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
   return typing.get_args(hint) if is_union else (hint,)
 
 
-def _is_array(hint: Any) -> bool:
+def _is_array(hint: object) -> TypeGuard[type[AbstractArray]]:
   return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
-def _is_record(hint: Any) -> bool:
+def _is_record(hint: object) -> TypeGuard[type]:
   return isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
 
 
-def _has_array(hint: Any) -> bool:
+def _has_array(hint: object) -> bool:
   inner = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
   return _is_array(hint) or _is_record(hint) or any(map(_has_array, inner))
 
 
-def _name(hint: Any) -> str:
+def _name(hint: object) -> str:
   if _is_array(hint):  # Its `__name__` includes the module of `Array` in some versions of JAX.
     return f"{hint.dtype.__name__}[Array, {hint.dim_str!r}]"
   if typing.get_origin(hint) is tuple:
@@ -155,14 +155,14 @@ def _sizes() -> str:
   return f" with {', '.join(f'{name}={size}' for name, size in sizes.items())}" if sizes else ""
 
 
-def _as_array(value: Any) -> jax.Array | None:
+def _as_array(value: object) -> jax.Array | None:
   try:
     return None if value is None else jnp.asarray(np.asarray(value))
   except Exception:  # A user's object may raise anything.
     return None
 
 
-def _check_values(name: str, array: Any, dtype: type) -> None:
+def _check_values(name: str, array: object, dtype: type) -> None:
   if dtype not in (Binary, Starts) or not is_concrete(array):
     return
   values = np.asarray(array)
@@ -174,7 +174,7 @@ def _check_values(name: str, array: Any, dtype: type) -> None:
     raise ValueError(f"{name}: expected every row to begin with 1, got 0 in row {row}")
 
 
-def is_concrete(array: Any) -> bool:
+def is_concrete(array: object) -> bool:
   """Whether the values of an array can be read: it is not traced, and fully addressable."""
   return not isinstance(array, core.Tracer) and getattr(array, "is_fully_addressable", True)
 
@@ -193,13 +193,13 @@ def check_dtype(dtype: jnp.dtype, /, **arrays: jax.Array) -> None:
       raise ValueError(f"{name}: expected {dtype}, got {describe(x)}")
 
 
-def key(name: str, value: Any, rate: float) -> None:
+def key(name: str, value: object, rate: float) -> None:
   """Checks that a random key is given if the dropout rate needs one."""
   if rate and value is None:
     raise ValueError(f"{name}: expected a random key for a dropout of {rate}, got None")
 
 
-def integer(name: str, value: Any, least: int = 1, most: int = _MAX_INT) -> int:
+def integer(name: str, value: object, least: int = 1, most: int = _MAX_INT) -> int:
   """Checks that a value is an integer in a range."""
   if not _is_integer(value):
     raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
@@ -209,14 +209,14 @@ def integer(name: str, value: Any, least: int = 1, most: int = _MAX_INT) -> int:
   return int(value)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
   if isinstance(value, bool | np.bool_ | core.Tracer):
     return False
   is_scalar = np.ndim(value) == 0 and jnp.issubdtype(getattr(value, "dtype", object), jnp.integer)
   return isinstance(value, int) or is_scalar
 
 
-def integers(**values: Any) -> None:
+def integers(**values: object) -> None:
   """Checks that values are integers of at least 1."""
   for name, value in values.items():
     integer(name, value)
@@ -226,7 +226,7 @@ def number(
   name: str,
   value: Any,
   expected: str = "a finite number",
-  is_right: Callable[[Any], bool] = math.isfinite,
+  is_right: Callable[[float], bool] = math.isfinite,
   *,
   traced: bool = False,
   error: type[ValueError] = ValueError,
@@ -247,15 +247,16 @@ def number(
   raise error(f"{name}: expected {expected}, got {value!r}")
 
 
-def rate(name: str, value: Any) -> None:
+def rate(name: str, value: object) -> None:
   """Checks that a value is a dropout rate."""
   number(name, value, "a probability in [0, 1)", lambda x: 0 <= x < 1)
 
 
-def choice(name: str, value: Any, names: Collection[str], *, or_none: bool = False) -> None:
+def choice(name: str, value: object, names: Collection[str], *, or_none: bool = False) -> None:
   """Checks that a value is one of some names."""
   if not (value is None and or_none or isinstance(value, str) and value in names):
-    raise ValueError(f"{name}: expected one of {[*names]}{' or None' * or_none}, got {value!r}")
+    none = " or None" if or_none else ""
+    raise ValueError(f"{name}: expected one of {[*names]}{none}, got {value!r}")
 
 
 def float_dtype(value: Any) -> None:

@@ -4,7 +4,7 @@ B batch, T position, S position of a key, H head, E feature of a head, D width, 
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
 from dpjax.ops.attention_tiles import tiled
+from dpjax.ops.backend import automatic_axes, by_platform, each_row, has_cuda
 from dpjax.ops.documents import document_positions
 from dpjax.ops.dropout import dropout
-from dpjax.ops.placement import automatic_axes, by_platform, each_row, has_cuda, is_symbolic
+from dpjax.ops.placement import is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
 
@@ -93,7 +94,9 @@ def causal_attention(
     scores_bhts = product("bthe,bshe->bhts", queries, keys)
     return _attend(scores_bhts, values, reach_bt, dropout_rate, dropout_key)
 
-  runs: dict[str, Any] = {name: functools.partial(attend, size) for name, size in sizes.items()}
+  runs: dict[str, Callable[..., jax.Array]] = {
+    name: functools.partial(attend, size) for name, size in sizes.items()
+  }
   size = sizes.get("cpu", sizes["default"])
   if not size and not dropout_rate and _is_faster_by_row(queries):
     # The scores of a row stay in the processor's caches, and those of all rows take no memory.
@@ -143,7 +146,8 @@ def relative_attention(
     positions, content_bias, position_bias = relative
     scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
     # The farthest first, so that column s of row t is s + T - 1 - t.
-    farthest_first_rhe, queries = positions[::-1], queries + position_bias[None, None]
+    farthest_first_rhe = positions[::-1]
+    queries += position_bias[None, None]
     scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
     return _attend(scores_bhts, values, reach_bt, dropout_rate, dropout_key)
 
@@ -218,7 +222,8 @@ def rotate(
   inputs, rest = jnp.split(inputs, [rotated], axis=-1)
   dtype = sum_dtype(inputs)
   angles = angles.astype(dtype)[:, :, None]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  cos = jnp.cos(angles)
+  sin = jnp.sin(angles)
   x, y = jnp.split(inputs.astype(dtype), 2, axis=-1)
   turned = jnp.concatenate([x * cos - y * sin, x * sin + y * cos], axis=-1).astype(inputs.dtype)
   return jnp.concatenate([turned, rest], axis=-1) if rest.size else turned
@@ -259,11 +264,12 @@ def _check(queries, dropout_rate, dropout_key, document_starts, block_size, wind
   arrays.check_not_empty(queries=queries)
   arrays.rate("dropout_rate", dropout_rate)
   arrays.key("dropout_key", dropout_key, dropout_rate)
-  reach_bt, length, chosen = None, queries.shape[1], {"default": block_size}
+  reach_bt = None
+  length = queries.shape[1]
   if block_size is None:
     chosen = _block_sizes(length)
   else:
-    arrays.integer("block_size", block_size)
+    chosen = {"default": arrays.integer("block_size", block_size)}
   if document_starts is not None:
     reach_bt = document_positions(document_starts)
   if window is not None and arrays.integer("window", window) < length:

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int32, Integer, PyTree
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
 from dpjax.ops.attention import causal_attention, check_distances, rotary_angles, rotate
+from dpjax.ops.backend import automatic_axes
 from dpjax.ops.documents import check_lengths, is_real
-from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import LOW, as_factor, low_product, product, row_product
 
 
@@ -158,7 +158,8 @@ def causal_attention_cached(
   Source: see `causal_attention`.
   """
   lengths = _check(queries, keys, values, cache, lengths)
-  chunk, max_length = queries.shape[1], cache.values.shape[2]
+  chunk = queries.shape[1]
+  max_length = cache.values.shape[2]
   new = chunk if lengths is None else lengths
   if arrays.is_concrete(cache.length) and arrays.is_concrete(new):
     longest = (np.asarray(cache.length) + np.asarray(new)).max(initial=0)
@@ -209,7 +210,8 @@ def relative_attention_cached(
   Source: see `relative_attention`; the ring is the memory of Sec. 3.2, for the last M tokens.
   """
   lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
-  chunk, max_length = queries.shape[1], cache.values.shape[2]
+  chunk = queries.shape[1]
+  max_length = cache.values.shape[2]
   check_distances(positions, max_length)
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   token_bc = cache.length[:, None] + index_c[None]
@@ -217,13 +219,13 @@ def relative_attention_cached(
   if chunk == 1:
     # Written before it is read, or XLA would copy the cache at every step.
     cache = _append(keys, values, cache, token_bc % max_length, lengths)
-    all_keys, all_values = [cache.keys], [cache.values]
+    all_keys = [cache.keys]
+    all_values = [cache.values]
     distance_bcn = ((cache.length[:, None] - 1 - slot_m[None]) % max_length)[:, None]
   else:
     # The chunk may take the slots of tokens that its first ones still see.
-    new_keys, new_values = (
-      _zero_padding(x, lengths).astype(cache.keys.dtype) for x in (keys, values)
-    )
+    new_keys = _zero_padding(keys, lengths).astype(cache.keys.dtype)
+    new_values = _zero_padding(values, lengths).astype(cache.keys.dtype)
     all_keys = [cache.keys, new_keys.transpose(0, 2, 3, 1)]
     all_values = [cache.values, new_values.swapaxes(1, 2)]
     age_bm = (cache.length[:, None] - 1 - slot_m[None]) % max_length
@@ -282,7 +284,8 @@ def local_attention_cached(
   lengths = _check(queries, keys, values, cache, lengths, is_ring=True)
   if rotary_base is not None:
     arrays.number("rotary_base", rotary_base, "None or a number above 0", lambda x: 0 < x < np.inf)
-  chunk, window = queries.shape[1], cache.values.shape[2]
+  chunk = queries.shape[1]
+  window = cache.values.shape[2]
   index_c = jnp.arange(chunk, dtype=jnp.int32)
   slot_bc = (cache.length[:, None] + index_c[None]) % window
 
@@ -337,7 +340,8 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
   """Checks what the types do not; returns the lengths as int32, or None."""
   arrays.check_not_empty(queries=queries, **{"cache.keys": cache.keys})
   arrays.check_dtype(queries.dtype, keys=keys, values=values)
-  chunk, max_length = queries.shape[1], cache.values.shape[2]
+  chunk = queries.shape[1]
+  max_length = cache.values.shape[2]
   if chunk > max_length and not is_ring:
     raise ValueError(
       f"queries: expected a chunk of C = 1 .. {max_length} tokens, M of the cache, got {chunk}"
@@ -347,7 +351,8 @@ def _check(queries, keys, values, cache: AttentionCache, lengths, is_ring: bool 
 
 def _append_last(keys, values, cache: AttentionCache, slot_bc, lengths) -> AttentionCache:
   """`_append` to a ring, which keeps the last M tokens of a long chunk."""
-  chunk, size = keys.shape[1], cache.values.shape[2]
+  chunk = keys.shape[1]
+  size = cache.values.shape[2]
   num_new = chunk if lengths is None else lengths[:, None]
   is_last_bc = jnp.arange(chunk, dtype=jnp.int32)[None] >= num_new - size
   return _append(keys, values, cache, jnp.where(is_last_bc, slot_bc, size), lengths)

@@ -4,7 +4,7 @@ H head, B batch, T position, E feature of a head; Q query, S key and R distance 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 
 from dpjax.ops import arrays
+from dpjax.ops.backend import opaque, replicate
 from dpjax.ops.dropout import dropout
-from dpjax.ops.placement import pvary_like, replicate
+from dpjax.ops.placement import pvary_like
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -46,7 +47,7 @@ def tiled(queries, keys, values, relative: tuple | None, reach_bt, dropout_rate,
   if reach_bt is not None:
     reach_bt = jnp.pad(reach_bt, ((0, 0), (0, missing)))
   with arrays.reverse_mode(f"block_size: expected {length} or more"):
-    y_hbte: Any = _attend_tiles(dropout_rate, size, inputs, reach_bt, key)
+    y_hbte = _attend_tiles(dropout_rate, size, inputs, reach_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
@@ -143,23 +144,25 @@ class _Factors(NamedTuple):
 
   content_queries: jax.Array
   keys: jax.Array
-  position_queries: Any = None
-  positions: Any = None
+  position_queries: jax.Array | None = None
+  positions: jax.Array | None = None
 
 
 def _tile_scores(inputs: _Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
   """Scores of block i of queries and block j of keys, [H, B, Q, S]; -inf for invisible keys."""
-  queries_hbqe, keys_hbse = _block(inputs.queries, i, size), _block(inputs.keys, j, size)
+  queries_hbqe = _block(inputs.queries, i, size)
+  keys_hbse = _block(inputs.keys, j, size)
   if inputs.relative is None:
     factors = _Factors(queries_hbqe, keys_hbse)
   else:
     positions, content_bias, position_bias = inputs.relative
     start = _first_distance(positions, i, j, size)
-    content, position = (
-      queries_hbqe + x_he[:, None, None] for x_he in (content_bias, position_bias)
+    factors = _Factors(
+      queries_hbqe + content_bias[:, None, None],
+      keys_hbse,
+      queries_hbqe + position_bias[:, None, None],
+      lax.dynamic_slice_in_dim(positions, start, 2 * size, 1),
     )
-    positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
-    factors = _Factors(content, keys_hbse, position, positions_hre)
   scores_hbqs = product("hbqe,hbse->hbqs", factors.content_queries, factors.keys)
   if inputs.relative is not None:
     by_distance_hbqr = product("hbqe,hre->hbqr", factors.position_queries, factors.positions)
@@ -187,7 +190,9 @@ def _for_tiles(tile, state, blocks: int, reach_bt):
   # If a query of a block sees the block of keys, the first one does.
   is_seen = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
   order = jnp.argsort(~is_seen)
-  i, j, number = i[order], j[order], jnp.sum(is_seen, dtype=jnp.int32)
+  i = i[order]
+  j = j[order]
+  number = jnp.sum(is_seen, dtype=jnp.int32)
   return lax.fori_loop(0, number, lambda n, state: tile(state, i[n], j[n]), state)
 
 
@@ -219,7 +224,6 @@ def _align_back(by_scores_hbqs: jax.Array) -> jax.Array:
   """Undoes `_align_tile`, with 0 elsewhere: [b c], [e f]  ->  [. b c .], [e f . .]."""
   *lead, size, _ = by_scores_hbqs.shape
   padding = [(0, 0)] * len(lead) + [(1, 1), (0, size - 1)]
-  # Computed once for the two products that read it; XLA:CPU may else compute it in each.
-  rows = lax.optimization_barrier(jnp.pad(by_scores_hbqs, padding))
+  rows = opaque(jnp.pad(by_scores_hbqs, padding))  # Two products read them.
   flat = rows.reshape(*lead, -1)[..., size : size + 2 * size**2]
   return flat.reshape(*lead, size, 2 * size)

@@ -7,7 +7,6 @@ Source: Chen 2023, arXiv:2308.07661, Sec. 5, Eqs. 23, 26, 28 and 29.
 
 import functools
 import math
-from importlib import metadata
 from typing import NamedTuple
 
 import jax
@@ -19,9 +18,17 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.backend import (
+  FFT_CAN_DEADLOCK,
+  automatic_axes,
+  by_platform,
+  complex_einsum,
+  take_rows,
+  transform_rows,
+)
 from dpjax.ops.documents import document_positions, mask_padding
-from dpjax.ops.placement import automatic_axes, by_platform, is_symbolic, num_devices
-from dpjax.ops.products import low_product, product, sum_dtype, sum_products, take_rows
+from dpjax.ops.placement import is_symbolic, num_devices
+from dpjax.ops.products import low_product, product, sum_dtype, sum_products
 
 
 @automatic_axes
@@ -83,7 +90,7 @@ def causal_convolution(
     default = choose_implementation(*sizes, "default", num_devices())
   else:
     cpu = default = implementation
-  if cpu == "fft" and _FFT_CAN_DEADLOCK:
+  if cpu == "fft" and FFT_CAN_DEADLOCK:
     cpu = "dft"
   names = {"default": default} if cpu == default else {"default": default, "cpu": cpu}
   position_bt = None if document_starts is None else document_positions(document_starts)
@@ -109,14 +116,6 @@ def causal_convolution(
 # Positions of a block that is convolved lag by lag if a row has several documents.
 _BLOCK = 32
 _LOW = (jnp.bfloat16, jnp.float16)
-# An FFT of XLA:CPU waits for tasks that it gives to a pool of threads. With these versions it also
-# does so on a thread of that pool, so that as many FFTs as there are threads wait for each other
-# for ever (openxla/xla PR 46347). Before 0.11.1, such an FFT takes no other thread; from 0.12 on,
-# programs run on threads of their own, and an FFT does itself what no thread has begun.
-_FFT_CAN_DEADLOCK = metadata.version("jaxlib").split(".")[:3] in (
-  ["0", "11", "1"],
-  ["0", "11", "2"],
-)
 # The fastest in training, on a CPU by results/causal_convolution.json, elsewhere by
 # results/ops_h200.json. The first matching row is used: rank of the filters, maximum of B, maximum
 # of T, implementation.
@@ -248,22 +247,18 @@ def _fft(x_btd, w, _):
   # real part is the beginning of the convolution. It equals that of p(z c) modulo z**size - 1,
   # c**size = i, by FFTs of that size: as much work as real FFTs of zero-padded arrays.
   angle = np.pi / (2 * size) * np.arange(size)
-  cos, sin = jnp.asarray(np.cos(angle), w.dtype), jnp.asarray(np.sin(angle), w.dtype)
+  cos = jnp.asarray(np.cos(angle), w.dtype)
+  sin = jnp.asarray(np.sin(angle), w.dtype)
 
   def transform(x, axis):
     x = jnp.moveaxis(x, axis, -1)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - length)])
     x = lax.complex(x * _lead(cos, x.ndim), x * _lead(sin, x.ndim))
-    return _map_rows(jnp.fft.fft, x)
+    return transform_rows(jnp.fft.fft, x)
 
-  y_bef = _map_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
+  y_bef = transform_rows(jnp.fft.ifft, _multiply(transform(x_btd, 1), transform(w, 0)))
   y_bet = y_bef.real * _lead(cos, 3) + y_bef.imag * _lead(sin, 3)
   return y_bet[..., :length].swapaxes(1, 2)
-
-
-def _map_rows(transform, x):
-  # For a distributed batch, XLA:CPU rejects layouts that it chooses itself for more axes.
-  return transform(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 def _multiply(x_bdf, w):
@@ -272,12 +267,7 @@ def _multiply(x_bdf, w):
     return x_bdf * _lead(w, 3)
   if x_bdf.shape[0] == 1:
     return (x_bdf[:, :, None] * w[None]).sum(axis=1)
-  multiply = functools.partial(_einsum, "bdf,def->bef")
-  # With real products, as complex ones are slow on CPU.
-  return lax.complex(
-    multiply(x_bdf.real, w.real) - multiply(x_bdf.imag, w.imag),
-    multiply(x_bdf.real, w.imag) + multiply(x_bdf.imag, w.real),
-  )
+  return complex_einsum("bdf,def->bef", x_bdf, w)
 
 
 def _dft_matrices(length, dtype):
@@ -290,12 +280,14 @@ def _dft_matrices(length, dtype):
   while 2 * r_size**2 < length // 4:
     r_size *= 2
   s_size = -(-length // r_size)
-  k, r = np.arange(s_size), np.arange(r_size)
+  k = np.arange(s_size)
+  r = np.arange(r_size)
   angle = np.pi / s_size * (k[:, None] + 0.5) * k
   first = np.stack([np.cos(angle), -np.sin(angle)], axis=1)
   f = k[:, None] + 2 * s_size * r
   angle = np.pi / (s_size * r_size) * (f[:, :, None] + 0.5) * r
-  cos, sin = np.cos(angle), np.sin(angle)
+  cos = np.cos(angle)
+  sin = np.sin(angle)
   second = np.stack([np.stack([cos, sin], axis=2), np.stack([-sin, cos], axis=2)], axis=2)
   return jnp.asarray(first, dtype), jnp.asarray(second, dtype)
 
@@ -312,8 +304,10 @@ def _dft(x_btd, w, _):
     x_kjcm = _einsum("kjcer,kerm->kjcm", second, x_kcrm)
     return x_kjcm.reshape(s_size * r_size, 2, *x.shape[1:])
 
-  x_fcbd, w_fc = transform(jnp.moveaxis(x_btd, 1, 0)), transform(w)
-  re, im = x_fcbd[:, 0], x_fcbd[:, 1]
+  x_fcbd = transform(jnp.moveaxis(x_btd, 1, 0))
+  w_fc = transform(w)
+  re = x_fcbd[:, 0]
+  im = x_fcbd[:, 1]
   if w.ndim == 3:
     # Both parts of the result as one product per frequency.
     rows = jnp.stack(
@@ -321,7 +315,8 @@ def _dft(x_btd, w, _):
     )
     y_fcbe = _einsum("fcbd,fde->fcbe", rows, w_fc.reshape(w_fc.shape[0], -1, w.shape[2]))
   else:
-    w_re, w_im = (w_fc[:, c].reshape(-1, 1, w.size // w.shape[0]) for c in (0, 1))
+    w_re = w_fc[:, 0].reshape(-1, 1, w.size // w.shape[0])
+    w_im = w_fc[:, 1].reshape(-1, 1, w.size // w.shape[0])
     y_fcbe = jnp.stack([re * w_re - im * w_im, re * w_im + im * w_re], axis=1)
   # Up to the factor T', a transform and its transpose cancel.
   y_kjcm = y_fcbe.reshape(s_size, r_size, 2, -1)
@@ -389,7 +384,8 @@ def causal_convolution_cached(
   arrays.check_not_empty(inputs=inputs)
   arrays.check_dtype(inputs.dtype, **{"cache.inputs": cache.inputs})
   inputs, lengths_b = mask_padding(inputs, lengths)
-  chunk, num_taps = inputs.shape[1], len(taps)
+  chunk = inputs.shape[1]
+  num_taps = len(taps)
   if chunk == 1:
     # The ring is written before it is read, as XLA would copy it otherwise.
     ring_bld = _write(cache, inputs, lengths_b)
@@ -413,8 +409,10 @@ def _range(*bounds):
 
 def _write(cache, inputs, lengths_b):
   """The ring with the first `lengths_b` of `inputs`, for each row."""
-  ring_bld, length_b = cache.inputs, cache.length
-  num_taps, chunk = ring_bld.shape[1], inputs.shape[1]
+  ring_bld = cache.inputs
+  length_b = cache.length
+  num_taps = ring_bld.shape[1]
+  chunk = inputs.shape[1]
   if chunk == 1:
     # In place if the cache is donated. A row without an input gets a zero in the slot of
     # the input L positions before, which is not read again.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, UInt32
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
+from dpjax.ops.backend import opaque
 from dpjax.ops.products import as_factor
 
 _STEPS = 2**16
@@ -42,7 +43,7 @@ def dropout(
   blocks = *lead, -(-last // 4)
   counts = lax.iota(jnp.uint32, math.prod(blocks)).reshape(blocks)
   words = threefry(jax.random.bits(key, (2,), jnp.uint32), jnp.zeros_like(counts), counts)
-  words = lax.optimization_barrier(words)  # XLA would compute both again for each quarter.
+  words = opaque(words)  # Four operations read them.
   bits = [(word >> shift).astype(jnp.uint16) for word in words for shift in (0, 16)]
   bits = jnp.concatenate(bits, axis=-1)[..., :last].reshape(inputs.shape)
   is_kept = bits >= jnp.uint16(_num_dropped(rate))
@@ -71,7 +72,8 @@ def threefry(
   Source: Salmon et al. 2011, doi.org/10.1145/2063384.2063405, Sec. 4.2; Random123.
   """
   keys = key[0], key[1], key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)
-  x, y = high + keys[0], low + keys[1]
+  x = high + keys[0]
+  y = low + keys[1]
   for step in range(1, rounds + 1):
     turn = _TURNS[(step - 1) % len(_TURNS)]
     x += y

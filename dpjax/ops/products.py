@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
 
-from dpjax.ops import arrays
-from dpjax.ops.placement import automatic_axes, by_platform, divide_rows, pvary_like
+from dpjax.ops import arrays, backend
+from dpjax.ops.backend import automatic_axes, by_platform, divide_rows
+from dpjax.ops.placement import pvary_like
 
 LOW = (jnp.bfloat16, jnp.float16)
 _context = jax.make_user_context(default_value="float32")
@@ -48,7 +49,7 @@ def product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   return low_product(x, y, spec, dtype)
 
 
-def factor_dtype(x: jax.Array, y: jax.Array) -> Any:
+def factor_dtype(x: jax.Array, y: jax.Array) -> jnp.dtype | None:
   """Returns the 16-bit dtype that `product` casts its factors to, or None if it casts nothing."""
   if _context.value == "bfloat16":
     is_low = {x.dtype, y.dtype} <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
@@ -62,7 +63,7 @@ def as_factor(x: jax.Array) -> jax.Array:
 
 
 @automatic_axes
-def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
+def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: DTypeLike) -> jax.Array:
   """An einsum of two arrays of at most 32 bits: factors of 16 bits, sums in float32."""
   x, y = pvary_like((x, y))
   with arrays.reverse_mode("dtype: expected float32"):
@@ -71,23 +72,22 @@ def low_product(x: jax.Array, y: jax.Array, spec: str, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _low_product(spec, dtype, _, x, y):
-  runs = {"cpu": _multiply_in_rows, "default": _multiply}
-  factors = x.astype(dtype), y.astype(dtype)
-  return by_platform({key: functools.partial(run, spec) for key, run in runs.items()}, *factors)
+  runs = {
+    "cpu": functools.partial(backend.multiply_low_on_cpu, spec),
+    "default": functools.partial(backend.multiply_low, spec),
+  }
+  return by_platform(runs, x.astype(dtype), y.astype(dtype))
 
 
 def _forward(spec, dtype, of_x, x, y):
-  stored = x.astype(dtype)
-  if jax.__version_info__ < (0, 11):
-    # At every layer, XLA:CPU would convert all floats that a scan has stored so far, but not bits.
-    stored = lax.bitcast_convert_type(stored, jnp.uint16)
+  stored = backend.to_stored(x.astype(dtype))
   return _low_product(spec, dtype, of_x, x, y), (stored, y)
 
 
-def _backward(spec, dtype, of_x, factors, grad):
+def _backward(spec, dtype, of_x, residuals, grad):
   # JAX's rule would multiply float32 by `dtype`.
-  x, y = factors
-  x = lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+  stored, y = residuals
+  x = backend.from_stored(stored, dtype)
   terms, z = spec.split("->")
   a, b = terms.split(",")
   by_x = low_product(grad, y, f"{z},{b}->{a}", dtype)
@@ -96,59 +96,6 @@ def _backward(spec, dtype, of_x, factors, grad):
 
 
 _low_product.defvjp(_forward, _backward)
-
-_SUMS: Any = dict(preferred_element_type=jnp.float32, precision=lax.Precision.DEFAULT)
-
-
-def _multiply(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  return jnp.einsum(spec, x, y, **_SUMS)
-
-
-def _multiply_in_rows(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """The einsum, with the summed axes of `x` last in memory.
-
-  XLA:CPU multiplies other orders in float32 (results/products.json), even those of a transposition
-  without the constraint, which then moves nothing. A single row takes a loop of 1 GB/s; with a
-  second row of zeros, and sums over `_PART` terms at a time, it is faster than in float32.
-  """
-  terms, result = spec.split("->")
-  a, b = terms.split(",")
-  shared = [c for c in a if c in b and c in result]
-  summed = [c for c in a if c in b and c not in result]
-  rows, columns = [c for c in a if c not in b], [c for c in b if c not in a]
-  if (order := shared + rows + summed) != [*a]:
-    # Without the barrier, XLA:CPU fuses slices of what a scan stored, and takes four times as long.
-    x = jnp.transpose(lax.optimization_barrier(x), [a.index(c) for c in order])
-    x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-  axes = [order.index(c) for c in summed], [b.index(c) for c in summed]
-  batch = [order.index(c) for c in shared], [b.index(c) for c in shared]
-  if math.prod(x.shape[order.index(c)] for c in rows) == 1:
-    z = _multiply_row(x, y, axes, batch)
-  else:
-    z = lax.dot_general(x, y, (axes, batch), **_SUMS)
-  # XLA may fold the transposition of the result into a product that XLA:CPU does not have.
-  z = lax.optimization_barrier(z)
-  return jnp.transpose(z, [(shared + rows + columns).index(c) for c in result])
-
-
-_PART = 64  # terms of a sum of one row, by benchmarks/generation.py
-
-
-def _multiply_row(x: jax.Array, y: jax.Array, axes: Any, batch: Any) -> jax.Array:
-  """`lax.dot_general` of factors of 16 bits, x [shared.., 1.., summed..]."""
-  num_summed, num_shared = len(axes[0]), len(batch[0])
-  columns = [n for i, n in enumerate(y.shape) if i not in (*axes[1], *batch[1])]
-  shape = *x.shape[: x.ndim - num_summed], *columns
-  x = x.reshape(*x.shape[:num_shared], 1, *x.shape[x.ndim - num_summed :])
-  has_parts = not num_shared and axes[1] == [0] and x.size % _PART == 0
-  if has_parts:
-    x, y = x.reshape(-1, 1, _PART), y.reshape(-1, _PART, *y.shape[1:])
-    num_shared, batch, axes = 1, ([0], [0]), ([2], [1])
-  x = jnp.pad(x, [(0, i == num_shared) for i in range(x.ndim)])
-  axes = [*range(num_shared + 1, x.ndim)], axes[1]
-  z = lax.dot_general(x, y, (axes, ([*range(num_shared)], batch[1])), **_SUMS)
-  z = lax.index_in_dim(z, 0, num_shared, keepdims=False)
-  return (jnp.sum(z, axis=0) if has_parts else z).reshape(shape)
 
 
 def row_product(x_bhk: jax.Array, y_bhkn: jax.Array) -> jax.Array:
@@ -159,7 +106,7 @@ def row_product(x_bhk: jax.Array, y_bhkn: jax.Array) -> jax.Array:
     return jnp.einsum("bhk,bhkn->bhn", x_bhk, y_bhkn, preferred_element_type=dtype)
 
   def add(x_bhk, y_bhkn):
-    return _sum_parts(x_bhk[..., None], y_bhkn)
+    return backend.sum_parts(x_bhk[..., None], y_bhkn, sum_dtype(x_bhk, y_bhkn))
 
   return by_platform({"cpu": add, "default": multiply}, x_bhk, y_bhkn)
 
@@ -169,63 +116,41 @@ def sum_products(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> j
 
   With `rows` [B, K], x[b, rows[b, k]] takes the place of x[b, k].
   """
+  dtype = sum_dtype(x, y)
 
   def add(x, y, rows):
-    dtype = sum_dtype(x, y)
-    x = x if rows is None else take_rows(x, rows)
+    x = x if rows is None else backend.take_rows(x, rows)
     return jnp.sum(x.astype(dtype) * y.astype(dtype), axis=-2)
 
-  return by_platform({"cpu": _sum_parts, "default": add}, x, y, rows)
+  def add_parts(x, y, rows):
+    return backend.sum_parts(x, y, dtype, rows)
+
+  return by_platform({"cpu": add_parts, "default": add}, x, y, rows)
 
 
-def take_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-  """x[b, rows[b, k]], [B, K, N]; the rows are not checked."""
-  return jax.vmap(lambda x, rows: x.at[rows].get(mode="promise_in_bounds"))(x, rows)
-
-
-_MOST_PARTS = 16  # the fastest of 8, 16, 32 and 64, for 128 and 512 slots of 64 features
-
-
-def _sum_parts(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> jax.Array:
-  """`sum_products`, as a sum of products of parts of K.
-
-  XLA:CPU multiplies rows of a batch on one core, and those of 16 bits at 1 GB/s; `jnp.sum(x * y)`
-  over an axis can take thirty times as long. Sums of slices it fuses, for all cores. A prime K is
-  one slice.
-  """
-  dtype, length = sum_dtype(x, y), y.shape[-2]
-  count = next(n for n in range(_MOST_PARTS, 0, -1) if length % n == 0)
-  if rows is None:
-    xs = jnp.split(x, count, axis=-2)
-  else:  # Each part is read where it is added, without a copy.
-    xs = [take_rows(x, part) for part in jnp.split(rows, count, axis=-1)]
-  ys = jnp.split(y, count, axis=-2)
-  terms = [a.astype(dtype) * b.astype(dtype) for a, b in zip(xs, ys, strict=True)]
-  # Without the barrier, XLA:CPU would fuse all into loops that it does not vectorize.
-  return jnp.sum(lax.optimization_barrier(sum(terms[1:], terms[0])), axis=-2)
-
-
-def promote(*operands: Any, dtype: Any, inexact: bool = True) -> list[Any]:
+def promote(
+  inputs: jax.Array, *params: jax.Array | None, dtype: DTypeLike, inexact: bool = True
+) -> list[jax.Array | None]:
   """Flax's `promote_dtype`, except for inputs already rounded by `as_factor`."""
-  inputs, *params = operands
   is_factor = inputs.dtype in LOW and inputs.dtype == factor_dtype(inputs, params[0])
   inputs = inputs if is_factor else inputs.astype(dtype)
   return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
 
 
 def dot_general(
-  lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
+  lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers, **options: Any
 ) -> jax.Array:
   """`jax.lax.dot_general`, of [..., D] times [D, ...] as a `product` of two matrices.
 
-  The gradients then sum over one axis: for a sum over two, XLA:CPU would first transpose a factor.
+  The gradients then sum over one axis (`dpjax.ops.backend` says why).
   Products of 16 bits (`product_dtype`) have only reverse-mode derivatives.
   Other products, and calls with options, go to `jax.lax.dot_general` unchanged.
   """
   sums, shared = (tuple(map(tuple, pair)) for pair in dimension_numbers)
   if sums != ((lhs.ndim - 1,), (0,)) or shared != ((), ()) or lhs.shape[-1] != rhs.shape[0]:
     return lax.dot_general(lhs, rhs, dimension_numbers, **options)
-  lead, rest = lhs.shape[:-1], rhs.shape[1:]
+  lead = lhs.shape[:-1]
+  rest = rhs.shape[1:]
   rows = divide_rows(lhs.reshape(math.prod(lead), lhs.shape[-1]))
   columns = rhs.reshape(rhs.shape[0], math.prod(rest))
   if factor_dtype(rows, columns) is None or any(options.values()):

@@ -90,7 +90,8 @@ def smooth_segments(
   arrays.check_not_empty(segments=segments)
   dtype = sum_dtype(segments, probabilities)
   q = jnp.clip(probabilities.astype(dtype), MIN_PROBABILITY, 1 - MIN_PROBABILITY)[..., None]
-  added, kept = q * segments.astype(dtype), 1 - q
+  added = q * segments.astype(dtype)
+  kept = 1 - q
   if document_starts is not None:
     kept = jnp.where(document_starts.astype(bool)[..., None], 0, kept)
   if previous is not None:

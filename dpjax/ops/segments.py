@@ -39,8 +39,8 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Binary, Starts, typed
+from dpjax.ops.backend import automatic_axes
 from dpjax.ops.documents import check_lengths, is_real
-from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
 METHODS = ("mean", "last")
@@ -305,12 +305,15 @@ def pool_segments_cached(
   arrays.check_dtype(dtype, **{"cache.total": cache.total})
   chunk = inputs.shape[1]
   b_bc = boundaries.astype(jnp.int32)
-  x_bcd, real_bc = inputs.astype(dtype), jnp.ones_like(b_bc)
+  x_bcd = inputs.astype(dtype)
+  real_bc = jnp.ones_like(b_bc)
   if lengths is not None:
     is_real_bc = is_real(check_lengths(lengths, chunk), chunk)
-    real_bc, b_bc = is_real_bc.astype(jnp.int32), jnp.where(is_real_bc, b_bc, 0)
+    real_bc = is_real_bc.astype(jnp.int32)
+    b_bc = jnp.where(is_real_bc, b_bc, 0)
     x_bcd = jnp.where(is_real_bc[..., None], x_bcd, 0)
-  ids_bc, num_b1 = _ids(b_bc), jnp.sum(b_bc, axis=1, keepdims=True, dtype=jnp.int32)
+  ids_bc = _ids(b_bc)
+  num_b1 = jnp.sum(b_bc, axis=1, keepdims=True, dtype=jnp.int32)
   # One more than can end, for the segment that stays open.
   totals_bsd = sum_of_segments(x_bcd, ids_bc, chunk + 1).at[:, 0].add(cache.total)
   counts_bs = sum_of_segments(real_bc, ids_bc, chunk + 1).at[:, 0].add(cache.count)

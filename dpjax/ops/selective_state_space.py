@@ -1,13 +1,25 @@
 """The selective state space of Mamba-2, in chunks, and its cached form.
 
-B batch, T position, H head, P feature of a head, G group of R = H / G heads, N feature of the
-state, Q position of a chunk. `a`, `b`, `c` and `dt` are named as in the paper.
+The state s before a chunk of Q positions, and the positions q = 0 .. Q - 1 of the chunk give, with
+l_q = sum over k <= q of dt_k a,
 
-Source: Dao and Gu 2024, arXiv:2405.21060.
+    y_q = sum over p <= q of exp(l_q - l_p) (c_q . b_p) dt_p x_p        within the chunk
+        + exp(l_q) s c_q                                                of the state before it
+    s'  = exp(l_{Q-1}) s + sum over p of exp(l_{Q-1} - l_p) dt_p x_p b_p^T
+
+which are the paper's diagonal blocks, its left factors, and its center and right factors. Between
+documents every exp is 0.
+
+B batch, T position, H head, P feature of a head, G group of R = H / G heads, N feature of the
+state, Q and S position of a chunk. `a`, `b`, `c` and `dt` are named as in the paper, whose state is
+h.
+
+Source: Dao and Gu 2024, arXiv:2405.21060, Sec. 6.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +29,9 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.backend import automatic_axes
 from dpjax.ops.documents import mask_padding
-from dpjax.ops.placement import automatic_axes, pvary_like
+from dpjax.ops.placement import pvary_like
 from dpjax.ops.products import product, sum_dtype
 
 
@@ -66,8 +79,7 @@ def selective_state_space(
   dtype = sum_dtype(inputs, dt, a, b, c)
   batch, _, heads, width = inputs.shape
   state = init_selective_state(batch, heads, width, b.shape[3], dtype)
-  outputs: Any = _run(chunk_size, inputs, dt, a, b, c, document_starts, state)
-  return outputs[0]
+  return _run(chunk_size, _Rows(inputs, dt, a, b, c, document_starts), state)[0]
 
 
 def init_selective_state(
@@ -117,148 +129,189 @@ def selective_state_space_cached(
   _check_groups(inputs, b)
   arrays.integer("chunk_size", chunk_size, 1)
   arrays.check_not_empty(inputs=inputs)
-  length, heads = inputs.shape[1:3]
   # With dt = 0 the state neither decays nor grows; and 0 times nan or inf would be nan.
   dt, _ = mask_padding(dt, lengths)
   inputs, _ = mask_padding(inputs, lengths)
   b, _ = mask_padding(b, lengths)
-  if length > 1:
-    return _run(chunk_size, inputs, dt, a, b, c, None, state)
-  dtype, repeats = sum_dtype(inputs, dt, a, b, c), heads // b.shape[2]
-  b_bhn, c_bhn = (jnp.repeat(z[:, 0].astype(dtype), repeats, axis=1) for z in (b, c))
-  dt_bh = dt[:, 0].astype(dtype)
-  written_bhp = dt_bh[..., None] * inputs[:, 0].astype(dtype)
-  new = jnp.exp(dt_bh * a.astype(dtype)[None])[..., None, None] * state.astype(dtype)
-  new += written_bhp[..., None] * b_bhn[:, :, None]
-  y_bhp = jnp.sum(new * c_bhn[:, :, None], axis=-1)
-  return y_bhp[:, None].astype(inputs.dtype), new.astype(state.dtype)
+  rows = _Rows(inputs, dt, a, b, c, None)
+  return _run(chunk_size, rows, state) if inputs.shape[1] > 1 else _step(rows, state)
 
 
 def _check_groups(inputs, b) -> None:
-  heads, groups = inputs.shape[2], b.shape[2]
+  heads = inputs.shape[2]
+  groups = b.shape[2]
   if not groups or heads % groups:
     raise ValueError(f"b: expected G that divides H = {heads}, got G = {groups}")
 
 
-class _Chunk(NamedTuple):
-  """The arguments at the positions of a chunk, [B, Q, ...]."""
+class _Rows(NamedTuple):
+  """The arguments at all positions of rows, or at those of a chunk."""
 
-  x: jax.Array
-  dt: jax.Array
-  b: jax.Array
-  c: jax.Array
-  starts: jax.Array | None
+  x: jax.Array  # [B, Q, H, P]
+  dt: jax.Array  # [B, Q, H]
+  a: jax.Array  # [H], at every position
+  b: jax.Array  # [B, Q, G, N]
+  c: jax.Array  # [B, Q, G, N]
+  starts: jax.Array | None  # [B, Q]
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """The dtype of states and sums."""
+    return sum_dtype(self.x, self.dt, self.a, self.b, self.c)
+
+  @property
+  def groups(self) -> tuple[int, int]:
+    """G, R."""
+    return self.b.shape[2], self.x.shape[2] // self.b.shape[2]
+
+  def at_positions(self, function: Callable[[jax.Array], jax.Array]) -> "_Rows":
+    """Applies a function to all arrays with positions."""
+    x, dt, b, c = (function(z) for z in (self.x, self.dt, self.b, self.c))
+    starts = None if self.starts is None else function(self.starts)
+    return _Rows(x, dt, self.a, b, c, starts)
 
 
-def _run(size, x, dt, a, b, c, starts, state) -> Any:
-  x, dt, a, b, c, state = pvary_like((x, dt, a, b, c, state))
-  return _run_chunks(size, x, dt, a, b, c, starts, state)
+def _step(rows: _Rows, state) -> tuple[jax.Array, jax.Array]:
+  """The recurrence for rows of one position."""
+  dtype = rows.dtype
+  heads_of_group = rows.groups[1]
+  b_bhn = jnp.repeat(rows.b[:, 0].astype(dtype), heads_of_group, axis=1)
+  c_bhn = jnp.repeat(rows.c[:, 0].astype(dtype), heads_of_group, axis=1)
+  dt_bh = rows.dt[:, 0].astype(dtype)
+  written_bhp = dt_bh[..., None] * rows.x[:, 0].astype(dtype)
+  decay_bh = jnp.exp(dt_bh * rows.a.astype(dtype)[None])
+  s_bhpn = decay_bh[..., None, None] * state.astype(dtype)
+  s_bhpn += written_bhp[..., None] * b_bhn[:, :, None]
+  y_bhp = jnp.sum(s_bhpn * c_bhn[:, :, None], axis=-1)
+  return y_bhp[:, None].astype(rows.x.dtype), s_bhpn.astype(state.dtype)
+
+
+def _run(size: int, rows: _Rows, state) -> tuple[jax.Array, jax.Array]:
+  """The outputs of rows in chunks of `size` positions, and the state after them."""
+  return _run_chunks(size, *pvary_like((rows, state)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_chunks(size, x, dt, a, b, c, starts, state) -> Any:
-  return _forward(size, x, dt, a, b, c, starts, state)[0]
+def _run_chunks(size, rows: _Rows, state):
+  return _forward(size, rows, state)[0]
 
 
-def _forward(size, x, dt, a, b, c, starts, state):
-  row, size, count = _pad(size, _Chunk(x, dt, b, c, starts))
-  a, row, carry = pvary_like((a, row, state.astype(sum_dtype(x, dt, a, b, c))))
+def _forward(size, rows: _Rows, state):
+  padded, size, count = _pad(size, rows)
+  padded, first = pvary_like((padded, state.astype(rows.dtype)))
 
-  def step(carry, i):
-    y_bqhp, carry = _chunk(a, _take(row, i, size), carry)
-    return carry, y_bqhp
+  def step(state, i):
+    y_bqhp, state = _chunk(_take(padded, i, size), state)
+    return state, y_bqhp
 
-  end, y_cbqhp = lax.scan(step, carry, jnp.arange(count))
-  y_bthp = jnp.moveaxis(y_cbqhp, 0, 1).reshape(row.x.shape)[:, : x.shape[1]]
-  return (y_bthp, end.astype(state.dtype)), (x, dt, a, b, c, starts, state)
+  last, y_nbqhp = lax.scan(step, first, jnp.arange(count))
+  y_bthp = _join(y_nbqhp, rows.x.shape[1])
+  return (y_bthp, last.astype(state.dtype)), (rows, state)
 
 
 def _backward(size, residuals, grads):
-  x, dt, a, b, c, starts, state = residuals
-  dtype = sum_dtype(x, dt, a, b, c)
-  row, size, count = _pad(size, _Chunk(x, dt, b, c, starts))
-  grad_bthp = _pad(size, grads[0])[0]
-  a, row, grad_bthp, carry = pvary_like((a, row, grad_bthp, state.astype(dtype)))
+  rows, state = residuals
+  by_y, by_last = grads
+  length = rows.x.shape[1]
+  chunk_size = size
+  padded, size, count = _pad(chunk_size, rows)
+  by_y, _, _ = _pad(chunk_size, by_y)
+  padded, by_y, first = pvary_like((padded, by_y, state.astype(rows.dtype)))
+
+  def advance(state, i):
+    return _advance(_take(padded, i, size), state), state
+
   # First the state before each chunk; then, from the last chunk to the first, the gradients.
-  _, before = lax.scan(
-    lambda carry, i: (_advance(a, _take(row, i, size), carry), carry), carry, jnp.arange(count)
-  )
+  _, before = lax.scan(advance, first, jnp.arange(count))
 
   def step(carry, i_and_state):
     by_a, by_state = carry
     i, state = i_and_state
-    chunk = _take(row, i, size)
+    chunk = _take(padded, i, size)
 
-    def run(a, x, dt, b, c, state):
-      return _chunk(a, _Chunk(x, dt, b, c, chunk.starts), state)
+    def run(floats: _Rows, state):
+      return _chunk(floats._replace(starts=chunk.starts), state)
 
-    _, transpose = jax.vjp(run, a, *chunk[:4], state)
-    more, *by_chunk, by_state = transpose((_take(grad_bthp, i, size), by_state))
-    return (by_a + more, by_state), by_chunk
+    _, transpose = jax.vjp(run, chunk._replace(starts=None), state)
+    by_chunk, by_state = transpose((_take(by_y, i, size), by_state))
+    return (by_a + by_chunk.a, by_state), by_chunk._replace(a=None)
 
-  first = jnp.zeros_like(a, dtype), grads[1].astype(dtype)
-  (by_a, by_state), by_chunks = lax.scan(
-    step, pvary_like((*first, carry))[:2], (jnp.arange(count), before), reverse=True
-  )
-  by_row = (
-    jnp.moveaxis(y, 0, 1).reshape(z.shape)[:, : x.shape[1]]
-    for y, z in zip(by_chunks, row[:4], strict=True)
-  )
-  by_x, by_dt, by_b, by_c = by_row
-  return by_x, by_dt, by_a.astype(a.dtype), by_b, by_c, None, by_state.astype(state.dtype)
+  by_a = jnp.zeros_like(rows.a, rows.dtype)
+  by_a, by_last, _ = pvary_like((by_a, by_last.astype(rows.dtype), first))
+  indices = jnp.arange(count)
+  (by_a, by_state), by_chunks = lax.scan(step, (by_a, by_last), (indices, before), reverse=True)
+  by_rows = by_chunks.at_positions(lambda z: _join(z, length))
+  by_rows = by_rows._replace(a=by_a.astype(rows.a.dtype))
+  return by_rows, by_state.astype(state.dtype)
 
 
 _run_chunks.defvjp(_forward, _backward)
 
 
-def _pad(size: int, tree):
-  """Rows padded to whole chunks, Q, and the number of chunks; padding has dt = 0."""
-  length = jax.tree.leaves(tree)[0].shape[1]
+def _pad(size: int, rows):
+  """Pads `_Rows`, or one array [B, T, ...], to whole chunks; padding has dt = 0.
+
+  Returns them, the positions of a chunk, at most T, and the number of chunks.
+  """
+  length = (rows.x if isinstance(rows, _Rows) else rows).shape[1]
   size = min(size, length)
   count = -(-length // size)
 
   def pad(z):
     return jnp.pad(z, ((0, 0), (0, count * size - length)) + ((0, 0),) * (z.ndim - 2))
 
-  return (tree if count * size == length else jax.tree.map(pad, tree)), size, count
+  return (rows if count * size == length else _at_positions(pad, rows)), size, count
 
 
-def _take(tree, i, size: int):
-  return jax.tree.map(lambda z: lax.dynamic_slice_in_dim(z, i * size, size, 1), tree)
+def _take(rows, i, size: int):
+  """Chunk i of `_Rows`, or of one array."""
+  return _at_positions(lambda z: lax.dynamic_slice_in_dim(z, i * size, size, 1), rows)
+
+
+def _at_positions(function, rows):
+  return rows.at_positions(function) if isinstance(rows, _Rows) else function(rows)
+
+
+def _join(chunks: jax.Array, length: int) -> jax.Array:
+  """Chunks [N, B, Q, ...] as rows [B, T, ...], without the padding."""
+  rows = jnp.moveaxis(chunks, 0, 1)
+  return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
 
 class _Decays(NamedTuple):
-  """Factors within a chunk, each in [0, 1], and 0 between documents."""
+  """Factors within a chunk, each in [0, 1], and 0 between documents, with l_q of the module."""
 
-  between: jax.Array  # [B, G, R, Q, S], from the end of position s to that of q >= s
-  from_before: jax.Array  # [B, Q, G, R], from the end of the chunk before
-  to_end: jax.Array  # [B, Q, G, R], to the end of this chunk
-  over: jax.Array  # [B, G, R], from the end of the chunk before to the end of this one
-  written: jax.Array  # dt x, [B, Q, G, R, P]
+  logarithm: jax.Array  # dt_q a, [B, Q, G, R]
+  document: jax.Array | None  # which document of the chunk, [B, Q]; 0 began before it
+  from_before: jax.Array  # exp(l_q), from the end of the chunk before, [B, Q, G, R]
+  to_end: jax.Array  # exp(l_{Q-1} - l_q), to the end of this chunk, [B, Q, G, R]
+  over: jax.Array  # exp(l_{Q-1}), from the end of the chunk before to that of this one, [B, G, R]
 
 
-def _decays(a, chunk: _Chunk, *, has_between: bool) -> _Decays:
-  (batch, size, heads, width), groups = chunk.x.shape, chunk.b.shape[2]
-  shape = batch, size, groups, heads // groups
-  dtype = sum_dtype(*chunk[:4], a)
-  dt = chunk.dt.astype(dtype)
-  decay = (dt * a.astype(dtype)[None, None]).reshape(shape)
-  sees = jnp.tril(jnp.ones((size, size), bool))[None]
+def _decays(chunk: _Rows) -> _Decays:
+  shape = *chunk.x.shape[:2], *chunk.groups
+  dtype = chunk.dtype
+  decay = (chunk.dt.astype(dtype) * chunk.a.astype(dtype)[None, None]).reshape(shape)
   # Sums from either side: with the difference of two, small terms would lose their digits.
   from_before = jnp.exp(jnp.cumsum(decay, axis=1))
   after = jnp.pad(decay[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
   to_end = jnp.exp(lax.cumsum(after, axis=1, reverse=True))
+  document_bq = None
   if chunk.starts is not None:
-    number_bq = jnp.cumsum(chunk.starts, axis=1)
-    sees &= number_bq[:, :, None] == number_bq[:, None]
-    from_before = jnp.where((number_bq == 0)[..., None, None], from_before, 0)
-    to_end = jnp.where((number_bq == number_bq[:, -1:])[..., None, None], to_end, 0)
-  between = from_before
-  if has_between:
-    lag = _sums_between(decay, chunk.starts)
-    between = jnp.exp(jnp.where(sees[:, None, None], lag, -jnp.inf))
-  written = (chunk.x.astype(dtype) * dt[..., None]).astype(chunk.x.dtype).reshape(*shape, width)
-  return _Decays(between, from_before, to_end, from_before[:, -1], written)
+    document_bq = jnp.cumsum(chunk.starts, axis=1)
+    from_before = jnp.where((document_bq == 0)[..., None, None], from_before, 0)
+    to_end = jnp.where((document_bq == document_bq[:, -1:])[..., None, None], to_end, 0)
+  return _Decays(decay, document_bq, from_before, to_end, from_before[:, -1])
+
+
+def _decay_matrix(decays: _Decays, starts_bq) -> jax.Array:
+  """exp(l_q - l_s) for s <= q of one document, else 0, [B, G, R, Q, S]: the paper's L."""
+  size = decays.logarithm.shape[1]
+  sees = jnp.tril(jnp.ones((size, size), bool))[None]
+  if decays.document is not None:
+    sees &= decays.document[:, :, None] == decays.document[:, None]
+  sums = _sums_between(decays.logarithm, starts_bq)
+  return jnp.exp(jnp.where(sees[:, None, None], sums, -jnp.inf))
 
 
 @jax.custom_vjp
@@ -269,17 +322,19 @@ def _sums_between(decay_bqgr, starts_bq):
   is_start = jnp.zeros(decay_bqgr.shape[:2], bool) if starts_bq is None else starts_bq.astype(bool)
 
   def add(left, right):
-    (x, x_lost, x_starts), (y, y_lost, y_starts) = left, right
+    x, x_lost, x_starts = left
+    y, y_lost, y_starts = right
     total = x + y
     y_part = total - x
     lost = (x - (total - y_part)) + (y - y_part)  # Knuth 1997, Sec. 4.2.2, Theorem B.
     total = jnp.where(y_starts, y, total)
     return total, jnp.where(y_starts, y_lost, x_lost + y_lost + lost), x_starts | y_starts
 
-  start = decay_bqgr, jnp.zeros_like(decay_bqgr), is_start[..., None, None]
-  total, lost, _ = lax.associative_scan(add, start, axis=1)
+  terms = (decay_bqgr, jnp.zeros_like(decay_bqgr), is_start[..., None, None])
+  total, lost, _ = lax.associative_scan(add, terms, axis=1)
 
   def differences(x_bqgr):
+    """x_q - x_s."""
     x_bgrq = jnp.moveaxis(x_bqgr, 1, -1)
     return x_bgrq[..., :, None] - x_bgrq[..., None, :]
 
@@ -302,25 +357,35 @@ def _sums_between_backward(size, grad_bgrqs):
 _sums_between.defvjp(_sums_between_forward, _sums_between_backward)
 
 
-def _chunk(a, chunk: _Chunk, state):
+def _chunk(chunk: _Rows, state):
   """The outputs of a chunk, [B, Q, H, P], and the state after it, [B, H, P, N]."""
-  decays = _decays(a, chunk, has_between=True)
+  decays = _decays(chunk)
+  written = _written(chunk)
+  # Within the chunk: y = (L * c b^T) (dt x).
   scores = product("bqgn,bsgn->bgqs", chunk.c, chunk.b)
-  weights = (scores[:, :, None] * decays.between).astype(chunk.x.dtype)
-  y = product("bgrqs,bsgrp->bqgrp", weights, decays.written)
-  groups, heads = decays.over.shape[1], chunk.x.shape[2]
-  by_group = state.reshape(state.shape[0], groups, heads // groups, *state.shape[2:])
-  read = product("bqgn,bgrpn->bqgrp", chunk.c, by_group.astype(chunk.c.dtype))
+  weights = scores[:, :, None] * _decay_matrix(decays, chunk.starts)
+  y = product("bgrqs,bsgrp->bqgrp", weights.astype(chunk.x.dtype), written)
+  # Of the state before it: exp(l) s c.
+  s_bgrpn = state.reshape(state.shape[0], *chunk.groups, *state.shape[2:])
+  read = product("bqgn,bgrpn->bqgrp", chunk.c, s_bgrpn.astype(chunk.c.dtype))
   y += read * decays.from_before[..., None]
-  return y.astype(chunk.x.dtype).reshape(chunk.x.shape), _next_state(decays, chunk, state)
+  y = y.astype(chunk.x.dtype).reshape(chunk.x.shape)
+  return y, _next_state(chunk, decays, written, state)
 
 
-def _advance(a, chunk: _Chunk, state):
-  return _next_state(_decays(a, chunk, has_between=False), chunk, state)
+def _advance(chunk: _Rows, state):
+  return _next_state(chunk, _decays(chunk), _written(chunk), state)
 
 
-def _next_state(decays: _Decays, chunk: _Chunk, state):
-  written = decays.written.astype(decays.to_end.dtype) * decays.to_end[..., None]
-  added = product("bsgrp,bsgn->bgrpn", written.astype(chunk.x.dtype), chunk.b)
+def _written(chunk: _Rows) -> jax.Array:
+  """Dt x, [B, Q, G, R, P]."""
+  x = chunk.x.astype(chunk.dtype) * chunk.dt.astype(chunk.dtype)[..., None]
+  return x.astype(chunk.x.dtype).reshape(*x.shape[:2], *chunk.groups, x.shape[3])
+
+
+def _next_state(chunk: _Rows, decays: _Decays, written, state):
+  """exp(l_{Q-1}) s + sum over p of exp(l_{Q-1} - l_p) dt_p x_p b_p^T."""
+  kept = written.astype(decays.to_end.dtype) * decays.to_end[..., None]
+  added = product("bsgrp,bsgn->bgrpn", kept.astype(chunk.x.dtype), chunk.b)
   over = decays.over.reshape(state.shape[0], state.shape[1])
   return over[..., None, None] * state + added.reshape(state.shape)

@@ -7,8 +7,9 @@ Source: Alg. 1 of aclanthology.org/2022.clasp-1.3; the authors' code is
 fractalego/dispatcher@239608c:dispatcher/dispatcher_model.py, whose heads split positions.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.backend import automatic_axes, by_platform, each_row, has_triton, opaque, write_over
 from dpjax.ops.documents import check_lengths, document_positions, is_real
-from dpjax.ops.placement import (
-  automatic_axes,
-  by_platform,
-  each_row,
-  has_triton,
-  is_symbolic,
-  pvary_like,
-)
+from dpjax.ops.placement import is_symbolic, pvary_like
 from dpjax.ops.products import sum_dtype
 
 _BLOCK = 128  # features of a row whose gradients a CPU computes at a time
@@ -123,7 +118,8 @@ def dispatch_matrix(
 
   The result is float32, or float64 for float64 gates. See `shift_and_sum`.
   """
-  shape, dtype = (*gates.shape[:3], gates.shape[1]), sum_dtype(gates)
+  shape = *gates.shape[:3], gates.shape[1]
+  dtype = sum_dtype(gates)
   # Within `jax.shard_map` these zeros vary over devices as the gates do.
   zeros_bths = jnp.zeros_like(gates, dtype, shape=shape)
   eye_bths = zeros_bths + jnp.eye(shape[1], dtype=dtype)[None, :, None, :]
@@ -193,13 +189,16 @@ def shift_and_sum_cached(
   """
   arrays.check_not_empty(values=values)
   arrays.check_dtype(sum_dtype(values, gates), **{"cache.ring": cache.ring})
-  chunk, levels = values.shape[1], gates.shape[3]
-  v_bche, c_bchk = (jnp.asarray(x, cache.ring.dtype) for x in (values, gates))
+  chunk = values.shape[1]
+  levels = gates.shape[3]
+  v_bche = jnp.asarray(values, cache.ring.dtype)
+  c_bchk = jnp.asarray(gates, cache.ring.dtype)
   real_bc11 = None
   if lengths is not None:
     lengths = check_lengths(lengths, chunk)
     real_bc11 = is_real(lengths, chunk)[..., None, None]
-    v_bche, c_bchk = (jnp.where(real_bc11, x, 0) for x in (v_bche, c_bchk))
+    v_bche = jnp.where(real_bc11, v_bche, 0)
+    c_bchk = jnp.where(real_bc11, c_bchk, 0)
   new_length = cache.length + (chunk if lengths is None else lengths)
   if levels == 0:
     return v_bche.astype(values.dtype), ShiftAndSumCache(cache.ring, new_length)
@@ -214,7 +213,8 @@ def shift_and_sum_cached(
   read_bmhe = jax.vmap(_read)(cache.ring, slots_bm)
   written = []
   for k, past_bmhe in enumerate(jnp.split(read_bmhe, np.cumsum(touched)[:-1], axis=1)):
-    size, c_bche = 2**k, c_bchk[..., k, None]
+    size = 2**k
+    c_bche = c_bchk[..., k, None]
     if chunk <= size:
       kept = v_bche if real_bc11 is None else jnp.where(real_bc11, v_bche, past_bmhe)
       written.append(kept)
@@ -223,9 +223,7 @@ def shift_and_sum_cached(
     written.append(_newest(v_bche, past_bmhe, lengths))
     first = v_bche[:, :size] + c_bche[:, :size] * past_bmhe
     rest = v_bche[:, size:] + c_bche[:, size:] * v_bche[:, :-size]
-    # XLA would recompute a concatenation in each of the following levels.
-    v_bche = lax.dynamic_update_slice_in_dim(v_bche, first, 0, axis=1)
-    v_bche = lax.dynamic_update_slice_in_dim(v_bche, rest, size, axis=1)
+    v_bche = write_over(v_bche, (first, rest), axis=1)
 
   @jax.vmap
   def write(ring, slots, new):
@@ -243,7 +241,8 @@ def _read(ring, slots):
 
 def _newest(v_bche, past_bmhe, lengths):
   """The last M < C real values of past and chunk, each at its position modulo M."""
-  chunk, size = v_bche.shape[1], past_bmhe.shape[1]
+  chunk = v_bche.shape[1]
+  size = past_bmhe.shape[1]
   if lengths is None:
     return jnp.roll(v_bche[:, -size:], chunk % size, axis=1)
   index_m = jnp.arange(size, dtype=jnp.int32)[None]
@@ -285,7 +284,8 @@ def _unrolled(values, gates, level_keep):
 
 
 def _scan(values, gates, level_keep):
-  length, dtype = values.shape[1], sum_dtype(values, gates)
+  length = values.shape[1]
+  dtype = sum_dtype(values, gates)
 
   def body(v_bthe, x):
     c_bth, shift, keep = x
@@ -305,8 +305,12 @@ def _scan(values, gates, level_keep):
 
 def _recompute_backward(residuals, grad):
   values, gates, level_keep = residuals
-  cpu, default = (partial(f, level_keep=level_keep) for f in (_pull_rows, _pull))
-  return *by_platform({"cpu": cpu, "default": default}, values, gates, grad), None
+  runs = {
+    "cpu": partial(_pull_rows, level_keep=level_keep),
+    "default": partial(_pull, level_keep=level_keep),
+  }
+  by_values, by_gates = by_platform(runs, values, gates, grad)
+  return by_values, by_gates, None
 
 
 def _pull(values, gates, grad, level_keep):
@@ -315,9 +319,10 @@ def _pull(values, gates, grad, level_keep):
 
 def _pull_rows(values, gates, grad, level_keep):
   if level_keep is None:
-    # With branches between the levels, XLA does not recompute a level for each later one.
-    level_keep = lax.optimization_barrier(jnp.ones(gates.shape[3], bool))
-  rows, features, levels = values.shape[0], values.shape[3], gates.shape[3]
+    level_keep = opaque(jnp.ones(gates.shape[3], bool))  # All levels, each still a branch.
+  rows = values.shape[0]
+  features = values.shape[3]
+  levels = gates.shape[3]
   # All levels of one block take at most the memory of two levels of all features and rows.
   room = 2 * (1 if is_symbolic(values) else rows) * features // levels
   size = min(features, _BLOCK, max(room // 8 * 8, -(-room // 2)))
@@ -325,7 +330,8 @@ def _pull_rows(values, gates, grad, level_keep):
 
 
 def _pull_blocks(size, values, gates, grad, level_keep):
-  features, levels = values.shape[3], gates.shape[3]
+  features = values.shape[3]
+  levels = gates.shape[3]
   dtype = sum_dtype(values, gates)
   c_bth = [gates[..., k].astype(dtype) for k in range(levels)]
 
@@ -333,7 +339,8 @@ def _pull_blocks(size, values, gates, grad, level_keep):
     return jnp.concatenate([x[:, :start], rows, x[:, start + rows.shape[1] :]], axis=1)
 
   def block(i, carry):
-    dv_bthe, dc_bth = carry[0], list(carry[1])
+    dv_bthe, dc_bth = carry
+    dc_bth = list(dc_bth)
     # The last block begins early if `size` does not divide the features: features that it
     # shares with the previous block count once in the gates.
     start = jnp.minimum(i * size, features - size)
@@ -376,8 +383,11 @@ def _pull_blocks(size, values, gates, grad, level_keep):
 
 @jax.custom_vjp
 def _recompute(values, gates, level_keep):
-  scan, default = (partial(run, level_keep=level_keep) for run in (_scan, _unrolled))
-  return by_platform({"cpu": partial(each_row, scan), "default": default}, values, gates)
+  runs = {
+    "cpu": partial(each_row, partial(_scan, level_keep=level_keep)),
+    "default": partial(_unrolled, level_keep=level_keep),
+  }
+  return by_platform(runs, values, gates)
 
 
 _recompute.defvjp(lambda *x: (_recompute(*x), x), _recompute_backward)
@@ -391,7 +401,7 @@ def _pallas(values, gates, level_keep, interpret=None):
 
 def _run_default(values, gates, level_keep):
   # Chosen by results/ops.json for a CPU, and results/ops_h200.json for a GPU.
-  runs: dict[str, Any] = {"default": lambda *x: _recompute(*x, level_keep)}
+  runs: dict[str, Callable[..., jax.Array]] = {"default": lambda *x: _recompute(*x, level_keep)}
   is_float64 = sum_dtype(values, gates) == jnp.float64
   # The kernels do not say over which axes of `jax.shard_map` a result varies.
   is_manual = jax.sharding.get_abstract_mesh().manual_axes

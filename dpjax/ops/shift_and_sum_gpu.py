@@ -17,18 +17,19 @@ JAX 0.11 and 0.12 deprecate Pallas's Triton backend.
 """
 
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 
-from dpjax.ops.placement import by_platform
+from dpjax.ops.backend import by_platform
 
 # Rows of a tile. With one feature per thread, its rows and those of its halo fit a GPU's 255
 # registers; the backward kernel holds the rows of each of its levels.
-TILE, BACKWARD_TILE = 64, 16
+TILE = 64
+BACKWARD_TILE = 16
 # Features of a block: the threads of a warp, which needs no barrier.
 _WARP = 32
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -67,7 +68,7 @@ def shift_and_sum(
   if level_keep is not None:
     gates = jnp.where(level_keep, gates, jnp.float32(0))
 
-  def run(interpret, values, gates) -> Any:
+  def run(interpret, values, gates) -> jax.Array:
     return _shift_and_sum(values, gates, _Options(interpret, tile, backward_tile))
 
   if interpret is not None:
@@ -89,7 +90,8 @@ def _shift_and_sum(values, gates, options):
 
 
 def _run(options, values, gates):
-  length, levels = gates.shape[1], gates.shape[3]
+  length = gates.shape[1]
+  levels = gates.shape[3]
   passes, padded = _split(length, levels, options.tile)
   x = _cut(values, padded)
   for i, one in enumerate(passes):
@@ -104,13 +106,15 @@ def _shift_and_sum_bwd(options, residuals, grad):
 
 
 def _pull(options, values, gates, grad):
-  length, levels = gates.shape[1], gates.shape[3]
+  length = gates.shape[1]
+  levels = gates.shape[3]
   passes, padded = _split(length, levels, options.backward_tile)
   gates = _pad(gates, 1, padded)
   inputs = [_cut(values, padded)]
   for one in passes[:-1]:
     inputs.append(_forward(inputs[-1], gates, one, jnp.float32, options))
-  g, by_gates = _cut(grad, padded), []
+  g = _cut(grad, padded)
+  by_gates = []
   for i, one in reversed([*enumerate(passes)]):
     dtype = jnp.float32 if i else values.dtype
     g, dc = _backward(inputs[i], g, gates, one, dtype, options)
@@ -207,7 +211,8 @@ class _Plan:
     batch, length, heads, blocks, lanes = shape
     stride = 2**one.first
     self.shape = (batch, length // stride, stride * heads, blocks, lanes)
-    self.one, self.options = one, options
+    self.one = one
+    self.options = options
     self.tiles = self.shape[1] // one.rows
     # Rows of the block in which a halo lies: one more than it needs.
     self.halo = 2**one.levels if self.tiles > 1 else one.rows
@@ -250,7 +255,8 @@ class _Plan:
 
   def gates(self, gates, sides):
     """The arguments of `call` for gates; a halo's are in a line: [B, G, N / halo, 1, halo * J]."""
-    one, line = self.one, self.halo * self.one.levels
+    one = self.one
+    line = self.halo * one.levels
     gates = gates[..., one.first : one.first + one.levels]
     gates = jnp.moveaxis(gates.reshape(*self.shape[:3], one.levels), 1, 2)
     gates = gates.reshape(*gates.shape[:2], -1, 1, line)
@@ -272,7 +278,8 @@ class _Plan:
 
   def read(self, refs):
     """{position from the tile's start: its features}, zeros beyond the sequence."""
-    rows, exists = {}, self._exist(refs)
+    rows = {}
+    exists = self._exist(refs)
     for side, ref in refs.items():
       start, size, _ = self.sides[side]
       for i in range(size):
@@ -310,16 +317,21 @@ def _forward(x, gates, one, dtype, options):
   """The levels of one pass on [B, T, H, C, E / C]."""
   plan = _Plan(x.shape, one, options)
   sides = ("tile", "past") if plan.tiles > 1 else ("tile",)
-  kernel, inputs = partial(_forward_kernel, sides=sides), plan.rows(x, sides)
-  out = jax.ShapeDtypeStruct(plan.shape, dtype), plan.rows_spec("tile")
-  return plan.call(kernel, inputs + plan.gates(gates, sides), *out).reshape(x.shape)
+  out = plan.call(
+    partial(_forward_kernel, sides=sides),
+    plan.rows(x, sides) + plan.gates(gates, sides),
+    jax.ShapeDtypeStruct(plan.shape, dtype),
+    plan.rows_spec("tile"),
+  )
+  return out.reshape(x.shape)
 
 
 def _forward_kernel(plan, *refs, sides):
   *refs, out_ref = refs
   refs = iter(refs)
   x_refs, gate_refs = ({side: next(refs) for side in sides} for _ in range(2))
-  v, gate = plan.read(x_refs), plan.reader(gate_refs)
+  v = plan.read(x_refs)
+  gate = plan.reader(gate_refs)
   for k in range(plan.one.levels):
     v = _next_level(v, gate, k, plan.tiles == 1)
   for t in range(plan.one.rows):
@@ -335,10 +347,9 @@ def _backward(x, g, gates, one, dtype, options):
     g_k[t] = g_{k+1}[t] + gates[t + 2**k, k] * g_{k+1}[t + 2**k].
   """
   plan = _Plan(x.shape, one, options)
+  sides = [("tile",), ("tile",), ("tile",)]  # of x, g and the gates
   if plan.tiles > 1:
-    sides = ("tile", "past"), ("tile", "future"), ("tile", "past", "future")
-  else:
-    sides = ("tile",), ("tile",), ("tile",)
+    sides = [("tile", "past"), ("tile", "future"), ("tile", "past", "future")]
   dc_shape = (plan.grid[0], *plan.shape[:3], one.levels)
   dc_spec = pl.BlockSpec(
     (None, None, one.rows, None, one.levels), lambda e, g, i, b: (e, b, i, g, 0)
@@ -357,7 +368,8 @@ def _backward_kernel(plan, *refs, sides):
   refs = iter(refs)
   x_refs, g_refs, gate_refs = ({side: next(refs) for side in group} for group in sides)
   gate = plan.reader(gate_refs)
-  is_single, levels = plan.tiles == 1, plan.one.levels
+  is_single = plan.tiles == 1
+  levels = plan.one.levels
   v = [plan.read(x_refs)]
   for k in range(levels - 1):
     v.append(_next_level(v[k], gate, k, is_single))

@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Integer
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
+from dpjax.ops.backend import automatic_axes
 from dpjax.ops.documents import document_positions, mask_padding
-from dpjax.ops.placement import automatic_axes
 from dpjax.ops.products import sum_dtype
 
 
@@ -33,9 +33,11 @@ def short_convolution(
   Raises:
     ValueError: shapes or dtypes do not match.
   """
-  length, dtype = inputs.shape[1], sum_dtype(inputs, taps)
+  length = inputs.shape[1]
+  dtype = sum_dtype(inputs, taps)
   position_bt = None if document_starts is None else document_positions(document_starts)
-  x_btd, y_btd = inputs.astype(dtype), jnp.zeros(inputs.shape, dtype)
+  x_btd = inputs.astype(dtype)
+  y_btd = jnp.zeros(inputs.shape, dtype)
   for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
     past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]
     if position_bt is not None:

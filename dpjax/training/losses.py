@@ -11,7 +11,8 @@ from jax import lax
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries, StageOutput
-from dpjax.ops.placement import by_platform, num_devices, pvary_like, replicate
+from dpjax.ops.backend import by_platform, replicate
+from dpjax.ops.placement import num_devices, pvary_like
 from dpjax.ops.products import dot_general, product, sum_dtype
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import dpjax
 from dpjax import ops
-from dpjax.ops.placement import by_platform
+from dpjax.ops.backend import by_platform
 
 X = jnp.zeros((3, 200, 1, 4))
 CASES = {  # and what their text has on a CPU, and on a TPU
