@@ -61,12 +61,12 @@ _NETWORK = {
   "feed_forward/out/kernel": "mlp.fc2.weight",
 }
 _STAGE = {
-  "boundary_predictor/query": "routing_module.q_proj_layer.weight",
-  "boundary_predictor/key": "routing_module.k_proj_layer.weight",
-  "boundary_predictor/residual/kernel": "residual_proj.weight",
-  "boundary_predictor/residual/bias": "residual_proj.bias",
-  "first_out_norm/scale": "encoder.rmsnorm.weight",
-  "last_out_norm/scale": "decoder.rmsnorm.weight",
+  "boundaries/query": "routing_module.q_proj_layer.weight",
+  "boundaries/key": "routing_module.k_proj_layer.weight",
+  "boundaries/residual/kernel": "residual_proj.weight",
+  "boundaries/residual/bias": "residual_proj.bias",
+  "first/out_norm/scale": "encoder.rmsnorm.weight",
+  "last/out_norm/scale": "decoder.rmsnorm.weight",
 }
 
 
@@ -201,36 +201,33 @@ def find_table(model: Mapping) -> Table | None:
   if not is_theirs or not names <= {"mamba2", "attention", "local_attention"}:
     return None
   table = {"embedding/tokens/embedding": "embeddings.weight", "logits/kernel": "lm_head.weight"}
-  path, name = "hourglass", "backbone"
-  for stage, inner in itertools.zip_longest(outer, stages[1:]):
+  name = "backbone"
+  for depth, (stage, inner) in enumerate(itertools.zip_longest(outer, stages[1:])):
+    path = f"stages_{depth}"
     table |= {f"{path}/{x}": f"{name}.{y}" for x, y in _STAGE.items()}
     for x, y in (("first", "encoder"), ("last", "decoder")):
       mixer = stage[x]["mixer"] or stage["mixer"]
       table |= _name_stack(f"{path}/{x}", f"{name}.{y}", mixer, stage[x]["num_layers"])
     if inner and inner["width"] != stage["width"]:
-      table[f"{path}/middle_padding"] = f"{name}.main_network.pad_dimension"
-    path, name = f"{path}/middle", f"{name}.main_network"
+      table[f"{path}/padding"] = f"{name}.main_network.pad_dimension"
+    name = f"{name}.main_network"
   name = f"{name}.main_network"
-  table |= _name_stack(path, name, model["mixer"], model["num_layers"])
-  table[f"{path}_out_norm/scale"] = f"{name}.rmsnorm.weight"
+  table |= _name_stack("layers", name, model["mixer"], model["num_layers"])
+  table["layers/out_norm/scale"] = f"{name}.rmsnorm.weight"
   return {path: ("", names) for path, names in table.items()}
 
 
 def _name_stack(path: str, name: str, mixer: Any, num_layers: int) -> dict[str, Any]:
   """The names of the layers' arrays, by the paths of a `dpjax.models.Stack`."""
   mixers = [*sections.in_turn("", mixer).values()]
-  period = len(mixers)
   table = {}
-  num_whole = num_layers // period * period
-  for offset, section in enumerate(mixers):
+  for p, section in enumerate(mixers[:num_layers]):
     lines = {"mixer_norm/scale": "norm1.weight"}
     lines |= _MIXERS["m" if section["name"] == "mamba2" else "t"]
     lines |= _NETWORK if section["has_feed_forward"] else {}
-    whole, rest = range(offset, num_whole, period), range(num_whole + offset, num_layers, period)
-    for group, layers in (("period", whole), ("rest", rest)):
-      prefix = path if period == 1 else f"{path}/{group}/place_{offset}"
-      for line, inner in lines.items() if layers else ():
-        table[f"{prefix}/{line}"] = tuple(f"{name}.layers.{i}.{inner}" for i in layers)
+    layers = range(p, num_layers, len(mixers))
+    for line, inner in lines.items():
+      table[f"{path}/blocks_{p}/{line}"] = tuple(f"{name}.layers.{i}.{inner}" for i in layers)
   return table
 
 

@@ -23,7 +23,7 @@ from dpjax.errors import UserError
 
 Names = str | tuple[str, ...]
 Table = Mapping[str, tuple[str, Names]]
-MATRICES = "kernel", "boundary_predictor/query", "boundary_predictor/key"
+MATRICES = "kernel", "boundaries/query", "boundaries/key"
 
 
 def find_state(content: Mapping) -> dict:
@@ -54,8 +54,8 @@ def norm(path: str, name: str) -> Table:
 def of_layers(lines: Table, prefix_path: str, prefixes: Iterable[str]) -> Table:
   """The table of equal layers from the table of one.
 
-  {"out/bias": ("D", "o.bias")}, "layers", ["h.0", "h.1"]
-    ->  {"layers/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
+  {"out/bias": ("D", "o.bias")}, "layers/blocks_0", ["h.0", "h.1"]
+    ->  {"layers/blocks_0/out/bias": ("D", ("h.0.o.bias", "h.1.o.bias"))}
   """
   prefixes = tuple(prefixes)
   return {

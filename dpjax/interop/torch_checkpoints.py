@@ -55,8 +55,8 @@ _POOLED_MODEL: Table = {
   **torch_arrays.linear("logits", "VD", "final_cast"),
 }
 _POOLED_POSITIONS: Table = {
-  "relative_positions/content_bias": ("HE", "r_w_bias"),
-  "relative_positions/position_bias": ("HE", "r_r_bias"),
+  "shared_positions/content_bias": ("HE", "r_w_bias"),
+  "shared_positions/position_bias": ("HE", "r_r_bias"),
 }
 _POOLED_LAYER: Table = {
   **torch_arrays.linear("mixer/queries_keys_values", "3D", "dec_attn.qkv_net"),
@@ -68,12 +68,12 @@ _POOLED_LAYER: Table = {
   **torch_arrays.norm("feed_forward_norm", "pos_ff.layer_norm"),
 }
 _POOLING: Table = {
-  "hourglass/null_group": ("11D", "null_group"),
-  **torch_arrays.norm("hourglass/middle_norm", "down_ln"),
+  "stages_0/null_group": ("11D", "null_group"),
+  **torch_arrays.norm("stages_0/inner_norm", "down_ln"),
 }
 _PREDICTION: Table = {
-  **torch_arrays.linear("hourglass/boundary_predictor/hidden", "FD", f"{_PREDICTOR}.0"),
-  **torch_arrays.linear("hourglass/boundary_predictor/out", "1F", f"{_PREDICTOR}.2"),
+  **torch_arrays.linear("stages_0/boundaries/hidden", "FD", f"{_PREDICTOR}.0"),
+  **torch_arrays.linear("stages_0/boundaries/out", "1F", f"{_PREDICTOR}.2"),
 }
 # Settings of boundaries as in the authors' code.
 _DEFAULTS = dict(shortening_factor=None, space_ids=(), temperature=0.5, sample=False)
@@ -176,7 +176,7 @@ def from_torch(
 
 def _table(mixer: Table, num_layers: int) -> Table:
   prefixes = (f"{_LAYERS}.{index}" for index in range(num_layers))
-  return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers", prefixes)}
+  return {**_MODEL, **torch_arrays.of_layers({**_LAYER, **mixer}, "layers/blocks_0", prefixes)}
 
 
 def _convert_pooled(
@@ -242,14 +242,15 @@ def _convert_pooled(
 
 def _pooled_table(depths: Sequence[int], has_predictor: bool) -> Table:
   """The table of a model with one or three stacks, given the number of blocks in each."""
-  paths, table = ("layers",), {**_POOLED_MODEL, **_POOLED_POSITIONS}
+  paths = ("layers",)
+  table = {**_POOLED_MODEL, **_POOLED_POSITIONS}
   if len(depths) == 3:
-    paths = ("hourglass/first", "hourglass/middle", "hourglass/last")
-    positions = {f"hourglass/{path}": line for path, line in _POOLED_POSITIONS.items()}
+    paths = ("stages_0/first", "layers", "stages_0/last")
+    positions = {f"stages_0/{path}": line for path, line in _POOLED_POSITIONS.items()}
     table = {**_POOLED_MODEL, **positions, **_POOLING}
   for stack, (path, depth) in enumerate(zip(paths, depths, strict=True)):
     prefixes = (f"layers.{stack}.{index}" for index in range(depth))
-    table |= torch_arrays.of_layers(_POOLED_LAYER, path, prefixes)
+    table |= torch_arrays.of_layers(_POOLED_LAYER, f"{path}/blocks_0", prefixes)
   return {**table, **(_PREDICTION if has_predictor else {})}
 
 

@@ -28,6 +28,7 @@ from dpjax import files, hub
 from dpjax.config import loading
 from dpjax.data.token_files import write_reference
 from dpjax.errors import UserError, not_writable
+from dpjax.models import names
 from dpjax.models.build import assemble
 from dpjax.runs import model_card, numpy_model, run_files
 from dpjax.training import checkpoints
@@ -147,7 +148,7 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   write_reference(run.data, folder / "data", is_export=True)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), run.params)
   path = folder / run_files.PARAMETERS
-  save_file(_by_name(params), path, {"step": str(run.step)})
+  save_file(names.by_name(params), path, {"step": str(run.step)})
   # A model made in Python may differ from its settings in any way.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   foreign = model_card.foreign_components(run, repr(run.model) == repr(built))
@@ -158,8 +159,8 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = run_files.read_config(run.workdir).to_dict()
-  names = [name for name in run_files.CHECKED if (folder / name).exists()]
-  sums = {name: files.checksum(folder / name) for name in names}
+  checked = [name for name in run_files.CHECKED if (folder / name).exists()]
+  sums = {name: files.checksum(folder / name) for name in checked}
   sums["config.json"] = loading.digest(settings)
   files.write_json(folder / "config.json", {**settings, loading.CHECKSUMS: sums})
 
@@ -172,7 +173,7 @@ def restore(folder: Path, shapes: "Params", step: int | None = None) -> tuple["P
   read with a warning.
   """
   path = folder / run_files.PARAMETERS
-  expected = _by_name(shapes)
+  expected = names.by_name(shapes)
   files.check_plain(path)  # A pipe would never end.
   try:
     with safe_open(path, "flax") as file:
@@ -181,7 +182,11 @@ def restore(folder: Path, shapes: "Params", step: int | None = None) -> tuple["P
         raise ValueError(f"step {saved_step}")
       if step not in (None, saved_step):
         raise UserError(f"step: expected None or {saved_step} of an exported run, got {step}")
-      arrays = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+      parts = names.find_parts(file.keys(), expected)
+      arrays = {}
+      for name, each in parts.items():
+        shapes_of_parts = [tuple(file.get_slice(part).get_shape()) for part in each]
+        arrays[name] = names.joined_shape(shapes_of_parts)
       message = f"{path}: expected parameters of this model, got others"
       checkpoints.check_arrays(arrays, {name: x.shape for name, x in expected.items()}, message)
       # The checksum reads the whole file.
@@ -189,16 +194,10 @@ def restore(folder: Path, shapes: "Params", step: int | None = None) -> tuple["P
         _log.warning("%s: an export without checksums: damage would not be noticed", folder)
       leaves = []
       for name, x in expected.items():  # Via the host, one array at a time.
-        array = np.asarray(file.get_tensor(name)).astype(x.dtype)
-        leaves.append(jax.device_put(array, x.sharding))
+        array = np.asarray(names.join([file.get_tensor(part) for part in parts[name]]))
+        leaves.append(jax.device_put(array.astype(x.dtype), x.sharding))
   except UserError:
     raise
   except (OSError, SafetensorError, ValueError) as error:
     raise UserError(f"{path}: expected a complete file of safetensors, got {error}") from error
   return jax.tree.unflatten(jax.tree.structure(shapes), leaves), saved_step
-
-
-def _by_name(params: "Params") -> dict[str, jax.Array]:
-  """The arrays of a tree, or their shapes, by names joined by dots."""
-  leaves = jax.tree.leaves_with_path(params)
-  return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}

@@ -11,17 +11,19 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax import files
 from dpjax.errors import UserError, not_writable
+from dpjax.models import names
 from dpjax.training.optimizers import describe_arrays
 from dpjax.training.trainer import TrainState
 
@@ -252,12 +254,11 @@ def _storable(tree: Any) -> Any:
 def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
   """The path, tree and meta of the first intact checkpoint, the same one in all processes."""
   for path in paths:
-    tree = None
-    meta = {}
+    stored = None
     error = None
     try:
       with _report_once():
-        tree, meta, expected = _read(path, target, origin)
+        stored = _read(path, target, origin)
     except Exception as caught:
       error = caught
     damage = 0
@@ -270,8 +271,9 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
       raise error
     if worst == 2:
       raise UserError(f"workdir: another process could not read {path}; see that process's log")
-    if not worst and [int(number) for number in fingerprints(tree)] == expected:
-      return path, jax.tree.map(_refill, target, tree), meta
+    if stored is not None and not worst:
+      if [int(number) for number in fingerprints(stored.tree)] == stored.fingerprints:
+        return path, _join(stored, target), stored.meta
     reason = f"{type(error).__name__}: {error}" if error else "other fingerprints than its arrays"
     reason = reason.split("\n")[0][:200]
     text = "The checkpoint of step %s is damaged (%s); trying the one before."
@@ -290,13 +292,31 @@ def _is_damage(error: Exception) -> bool:
   return not isinstance(error, UserError | MemoryError | RuntimeError)
 
 
-def _refill(abstract: Any, array: Any) -> jax.Array:
-  if array is None:
-    return jnp.zeros(abstract.shape, abstract.dtype, device=abstract.sharding)
-  return array
+class _Stored(NamedTuple):
+  """What a checkpoint holds."""
+
+  tree: Any  # with the names of the version that wrote it
+  parts: dict[str, list[str]]  # see `names.find_parts`
+  meta: dict
+  fingerprints: list[int]
 
 
-def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict, list[int]]:
+def _join(stored: _Stored, target: dict) -> dict:
+  """The arrays of a checkpoint as the tree `target`."""
+  arrays = names.by_name(stored.tree)
+  joined = []
+  for name, x in names.by_name(target).items():
+    parts = [arrays[part] for part in stored.parts.get(name, [])]
+    if not parts:  # without elements, see `_storable`
+      joined.append(jnp.zeros(x.shape, x.dtype, device=x.sharding))
+    elif len(parts) == 1:
+      joined.append(parts[0])
+    else:
+      joined.append(jax.jit(names.join, out_shardings=x.sharding)(parts))
+  return jax.tree.unflatten(jax.tree.structure(target), joined)
+
+
+def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
   """The fields of a state in `target`, the meta and the saved fingerprints."""
   metadata = path / "meta" / "metadata"
   for file in path.rglob("*"):  # Orbax could wait for a pipe.
@@ -316,18 +336,38 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> tuple[Any, dict
         "was the folder data/ changed?"
       )
   handler = ocp.PyTreeCheckpointHandler()
-  leaves: Any = jax.tree.leaves(handler.metadata(path / "state").tree)
-  pairs = zip(leaves, meta["fingerprints"], strict=True)
+  tree: Any = handler.metadata(path / "state").tree
+  pairs = zip(jax.tree.leaves(tree), meta["fingerprints"], strict=True)
   saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
-  arrays = {name: f"{np.dtype(x.dtype)} {list(x.shape)}" for name, (x, _) in saved.items()}
-  message = f"workdir: expected a checkpoint of this model, got another in {path}"
+  tree = {field: each for field, each in tree.items() if field in target}
   target = _storable(target)
+  expected = names.by_name(target)
+  parts = names.find_parts(saved, expected)
+  arrays = {}
+  for name, each in parts.items():
+    shape = names.joined_shape([saved[part][0].shape for part in each])
+    arrays[name] = f"{np.dtype(saved[each[0]][0].dtype)} {list(shape)}"
+  message = f"workdir: expected a checkpoint of this model, got another in {path}"
   check_arrays(arrays, describe_arrays(target), message)
-  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-  restore_args = ocp.checkpoint_utils.construct_restore_args(target)
-  options = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+  abstract = {}
+  for name, each in parts.items():
+    x = expected[name]
+    abstract[each[0]] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    for part in each if len(each) > 1 else ():
+      shape = saved[part][0].shape
+      abstract[part] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=_replicated(x.sharding))
+  tree = jax.tree.map(lambda leaf: abstract[leaf.name], tree)
+  restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+  options = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
   tree = handler.restore(path / "state", args=options)
-  return tree, meta, [fingerprint for _, fingerprint in saved.values()]
+  return _Stored(tree, parts, meta, [fingerprint for _, fingerprint in saved.values()])
+
+
+def _replicated(sharding: Sharding) -> Sharding:
+  """On the same devices, for an array of any shape."""
+  if isinstance(sharding, NamedSharding):
+    return NamedSharding(sharding.mesh, PartitionSpec())
+  return sharding
 
 
 def check_arrays(
