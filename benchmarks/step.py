@@ -100,7 +100,7 @@ def serve_jax(settings: Mapping) -> None:
   of_model = config.from_dict({"model": settings["model"] | {"dtype": settings["dtype"]}}).model
   model = build_model(of_model)
   given = dict(settings["optimizer"])
-  optimizer = make_optimizer(given.pop("name"), given.pop("learning_rate"), **given)
+  optimizer = make_optimizer(given.pop("name"), given.pop("learning_rate"), model=model, **given)
   objective = losses.Objective(build_boundaries(of_model))
   text = harness.draw_text(settings["batch"], of_model.max_length, of_model.vocab_size)
   batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}

@@ -321,7 +321,7 @@ boundaries = Registry(
   free=("num_buckets",),
   paths=("file", "run"),
 )
-optimizers = Registry("optimizer", _optimizers, supplied=("learning_rate", "mask"))
+optimizers = Registry("optimizer", _optimizers, supplied=("learning_rate", "mask", "model"))
 schedules = Registry("schedule", _schedules, supplied=("peak", "num_steps"))
 # `dpjax.text` has the table of their classes, to read a tokenizer.json without this package.
 tokenizers = Registry(

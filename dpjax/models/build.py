@@ -14,7 +14,7 @@ from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries
-from dpjax.layers.common import Norm
+from dpjax.layers.common import Norm, Params
 from dpjax.models.hourglass import Hourglass
 from dpjax.models.language_model import LanguageModel
 from dpjax.models.stack import Stack
@@ -268,6 +268,12 @@ def make_model(config: ConfigDict, model: CustomModel, frozen: LanguageModel | N
       f"{config.model.boundaries.name}"
     )
   return built
+
+
+def init_params(model: nn.Module, key: jax.Array, **inputs: Any) -> Params:
+  """Draws the parameters of a model; `inputs` are arguments of its call, for tokens of [1, 1]."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  return dict(model.init(key, tokens, deterministic=True, **inputs)["params"])
 
 
 def batch_capacity(boundaries: Sequence[Boundaries], batch: Mapping[str, np.ndarray]) -> int | None:

@@ -25,7 +25,7 @@ from dpjax.runs import prepare, run_files
 from dpjax.runs.run import Run, load, saved_frozen
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, loop, losses, optimizers, sharding
-from dpjax.training.trainer import Trainer, init_params
+from dpjax.training.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _check(run: Run, trainer: Trainer) -> int:
   sample = config.sample
   generator.check_prompt(config.model, run.tokenizer, sample.prompt, "sample.prompt", sample)
   key = jax.random.key(0)
-  shapes = jax.eval_shape(lambda: init_params(run.model, key))
+  shapes = jax.eval_shape(lambda: build.init_params(run.model, key))
   name = "train.optimizer" if trainer.optimizer is None else "optimizer"
   opt_state = optimizers.check(trainer.update_rule, shapes, name)
   average = shapes if config.train.ema_decay else ()
@@ -159,7 +159,7 @@ def _check(run: Run, trainer: Trainer) -> int:
     try:
       _check_takes_starts(run.model)
       starts = jnp.ones((1, 1), jnp.int32)
-      jax.eval_shape(lambda: init_params(run.model, key, document_starts=starts))
+      jax.eval_shape(lambda: build.init_params(run.model, key, document_starts=starts))
     except UserError as error:
       raise UserError(f"data.isolate_documents: expected False, got True ({error})") from error
   return sum(leaf.size for leaf in jax.tree.leaves(shapes))

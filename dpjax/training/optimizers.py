@@ -1,7 +1,8 @@
 """Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from dpjax.config import registry
 from dpjax.config.schema import Train
 from dpjax.errors import UserError
 from dpjax.layers.common import Params
-from dpjax.models.build import frozen_path
+from dpjax.models.build import frozen_path, init_params
 
 _UNDECAYED = ("scale", "gain", "bias", "a_log", "skip", "null_group")  # suffixes of names
 
@@ -28,15 +29,18 @@ def build_schedule(settings: Train, num_steps: int) -> optax.Schedule:
   )
 
 
-def build_optimizer(settings: Train, num_steps: int) -> optax.GradientTransformation:
+def build_optimizer(
+  settings: Train, num_steps: int, model: nn.Module | None = None
+) -> optax.GradientTransformation:
   """The update rule that settings describe, for `num_steps` updates in total.
 
-  It reads optimizer, learning_rate, schedule, grad_clip_norm and weight_decay_mask.
+  It reads optimizer, learning_rate, schedule, grad_clip_norm and weight_decay_mask. `model` is for
+  optimizers that ask for it: `muon`.
   """
   rate = build_schedule(settings, num_steps)
   mask = {"mask": decays} if settings.weight_decay_mask == "matrices" else {}
   optimizer = registry.optimizers.build(
-    settings.optimizer, "train.optimizer", learning_rate=rate, **mask
+    settings.optimizer, "train.optimizer", learning_rate=rate, model=model, **mask
   )
   return _clip(optimizer, settings.grad_clip_norm)
 
@@ -62,15 +66,21 @@ def _names(path) -> list[str]:
 
 
 def make_optimizer(
-  name: str, rate: optax.ScalarOrSchedule, *, grad_clip_norm: float = 0.0, **settings: Any
+  name: str,
+  rate: optax.ScalarOrSchedule,
+  *,
+  model: nn.Module | None = None,
+  grad_clip_norm: float = 0.0,
+  **settings: Any,
 ) -> optax.GradientTransformation:
   """An update rule by its name in `dpjax.config.registry.optimizers`, with settings such as `b1`.
 
   Gradients are first clipped to the global norm `grad_clip_norm`, unless it is 0. `rate` may be a
-  function of the update's number. An unknown name or setting raises a `UserError`.
+  function of the update's number; `model` is for `muon`. An unknown name or setting raises a
+  `UserError`.
   """
   section = registry.optimizers.section(name, **settings)
-  optimizer = registry.optimizers.build(section, "optimizer", learning_rate=rate)
+  optimizer = registry.optimizers.build(section, "optimizer", learning_rate=rate, model=model)
   return _clip(optimizer, grad_clip_norm)
 
 
@@ -316,6 +326,7 @@ def _warm_up(after: optax.Schedule, peak: float, warmup_steps: int) -> optax.Sch
 
 def muon(
   learning_rate: optax.ScalarOrSchedule,
+  model: nn.Module | None,
   *,
   ns_steps: int = 5,
   beta: float = 0.95,
@@ -329,11 +340,13 @@ def muon(
 ) -> optax.GradientTransformation:
   """`optax.contrib.muon` for the kernels within a model, Adam for everything else.
 
-  A kernel of stacked layers, [layers, in, out], is one matrix for each layer. Adam updates the
-  embedding, the output layer, kernels of one row or column, biases, gains and convolution taps.
+  These are the kernels of linear layers, see `kernel_axes`; those of a loop over layers,
+  [layers, in, out], are one matrix for each layer. Adam updates the embedding, the output layer,
+  kernels of one row or column, biases, gains and convolution taps.
 
   Args:
     learning_rate: the learning rate of both optimizers.
+    model: the model, whose layers know the axes of their kernels.
     ns_steps: Newton-Schulz iterations.
     beta: the decay of the momentum.
     eps: the epsilon of norms and of Adam.
@@ -344,13 +357,22 @@ def muon(
     adam_b2: Adam's second decay.
     adam_weight_decay: Adam's weight decay.
 
+  Raises:
+    ValueError: there is no model.
+
   Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
   """
   settings = locals()
+  model = settings.pop("model")
+  if model is None:
+    raise ValueError("model: expected the model whose kernels muon updates, got None")
+  find_axes = functools.cache(lambda: kernel_axes(model))
 
   def of(params: Params) -> optax.GradientTransformation:
+    axes = find_axes()
     # In parts of its update, `contrib.muon` would call a function with only some of the arrays.
-    return contrib.muon(**settings, muon_weight_dimension_numbers=_matrices(params))
+    numbers = jax.tree.map_with_path(lambda path, _: axes.get(tuple(_names(path))), params)
+    return contrib.muon(**settings, muon_weight_dimension_numbers=numbers)
 
   return optax.GradientTransformation(
     lambda params: of(params).init(params),
@@ -358,20 +380,40 @@ def muon(
   )
 
 
-def _matrices(params: Params) -> Params:
-  """The axes of each parameter that form a matrix; None for Adam's parameters."""
+def kernel_axes(model: nn.Module) -> dict[tuple[str, ...], contrib.MuonDimensionNumbers]:
+  """The input and output axes of the kernels of linear layers within a model, by their paths.
 
-  def find_axes(path, leaf):
-    names = _names(path)
-    is_of_stack = names[0] == "layers" or names[0].startswith("stages_")
-    first = 1 if is_of_stack and any(name.startswith("blocks_") for name in names) else 0
-    # [layers, in, out], [layers, in, 3, out] of queries, keys and values: out comes last.
-    size, *others = leaf.shape[first:] or (1,)
-    is_kernel = names[-1] == "kernel" and names[0] not in ("embedding", "logits")
-    if not is_kernel or size == 1 or math.prod(others) == 1:
-      return None
-    return contrib.MuonDimensionNumbers(
-      reduction_axis=first, output_axis=tuple(range(first + 1, leaf.ndim))
-    )
+    ("layers", "blocks_0", "mixer", "out", "kernel"), [layers, in, out]  ->  (1,), (2,)
 
-  return jax.tree.map_with_path(find_axes, params)
+  The axes are those that the layer itself sees: Flax's `Dense`, `DenseGeneral` or another module
+  with a kernel [in, out]. The axes before them, which a scan or vmap of Flax adds to its
+  parameters, number matrices. Left out are the layers `embedding` and `logits` of the model, and
+  kernels of one row or column.
+  """
+  seen: dict[tuple[str, ...], tuple[tuple[int, ...], int]] = {}
+
+  def look(call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+    result = call(*args, **kwargs)
+    module = context.module
+    if module.scope is not None and module.is_initializing():
+      kernel = module.get_variable("params", "kernel")
+      features = module.features if isinstance(module, nn.DenseGeneral) else 1
+      num_outputs = len(features) if isinstance(features, tuple | list) else 1
+      if isinstance(module, nn.DenseGeneral) or getattr(kernel, "ndim", 0) == 2:
+        seen[(*module.path, "kernel")] = kernel.shape, num_outputs
+    return result
+
+  with nn.intercept_methods(look):
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+  axes = {}
+  for path, x in jax.tree.leaves_with_path(params):
+    names = tuple(_names(path))
+    shape, num_outputs = seen.get(names, ((), 0))
+    first = x.ndim - len(shape)
+    last = x.ndim - num_outputs
+    is_inner = shape and x.shape[first:] == shape and names[0] not in ("embedding", "logits")
+    if is_inner and 1 not in (math.prod(x.shape[first:last]), math.prod(x.shape[last:])):
+      axes[names] = contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(range(first, last)), output_axis=tuple(range(last, x.ndim))
+      )
+  return axes

@@ -17,6 +17,7 @@ from dpjax import ops
 from dpjax.config.schema import Train
 from dpjax.errors import UserError
 from dpjax.layers.common import Params
+from dpjax.models.build import init_params
 from dpjax.models.language_model import LanguageModel, LanguageModelOutput
 from dpjax.models.stage import PoolingHints
 from dpjax.training import losses, optimizers, sharding
@@ -103,7 +104,7 @@ class Trainer:
     """The optimizer with `stage_multipliers`, for the parameters that are not frozen."""
     rule = self.optimizer
     if rule is None:
-      rule = optimizers.build_optimizer(self.settings, self.num_steps)
+      rule = optimizers.build_optimizer(self.settings, self.num_steps, self.model)
     multipliers = self.settings.stage_multipliers
     if isinstance(multipliers, str):
       raise UserError(
@@ -261,12 +262,6 @@ def add_to_average(average: Params, params: Params, step: jax.Array, decay: floa
   log_decay = jnp.float32(math.log(decay))  # As float32, a decay near 1 would be 1.
   weight = jnp.expm1(log_decay) / jnp.expm1((step + 1).astype(jnp.float32) * log_decay)
   return optax.tree.add_scale(average, weight, optax.tree.sub(params, average))
-
-
-def init_params(model: nn.Module, key: jax.Array, **inputs: Any) -> Params:
-  """Draws the parameters of a model; `inputs` are arguments of its call, for tokens of [1, 1]."""
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  return dict(model.init(key, tokens, deterministic=True, **inputs)["params"])
 
 
 def abstract_params(model: nn.Module, param_sharding: str = "replicated") -> Params:
