@@ -21,7 +21,7 @@ from dpjax.__main__ import main as dpjax_main
 from dpjax.config import registry, sections
 from dpjax.config.schema import Train
 from dpjax.data import sources
-from dpjax.models import build
+from dpjax.models import PoolingHints, build
 from dpjax.training import losses, optimizers
 from dpjax.training.trainer import Trainer, TrainState
 
@@ -151,7 +151,7 @@ def balance(params, logits) -> None:
     places = np.arange(ranked.size // 2, 3 * ranked.size // 4)
     place = places[np.argmax(ranked[places] - ranked[places - 1])]
     middle, scale = (ranked[place - 1] + ranked[place]) / 2, 2 / ranked.std()
-    out = params["hourglass"]["boundary_predictor"]["out"]
+    out = params["stages_0"]["boundaries"]["out"]
     out["bias"], out["kernel"] = (out["bias"] - middle) * scale, out["kernel"] * scale
 
 
@@ -300,43 +300,45 @@ SCHEDULES = {
 
 
 def make_step(model, params):
-  """(cache, tokens, lengths, given) -> output, jitted, with the cache donated."""
+  """(cache, tokens, lengths, hints) -> (output, cache), jitted, with the cache donated.
 
-  def step(params, cache, tokens, lengths, given):
-    return model.apply({"params": params}, tokens, cache=cache, lengths=lengths, **given)
+  `hints` are fields of `PoolingHints`, by name.
+  """
+
+  def step(params, cache, tokens, lengths, hints):
+    pooling = PoolingHints(**hints)
+    return model.apply(
+      {"params": params}, tokens, cache, lengths=lengths, pooling=pooling, method="step"
+    )
 
   return partial(jax.jit(step, donate_argnums=1), params)
 
 
-def by_chunks(step, cache, tokens, schedule, after=None, **given):
-  """The output for every token [B, T], chunk by chunk, by field.
+def by_chunks(step, cache, tokens, schedule, after=None, **hints):
+  """The logits for every token, [B, T, V], chunk by chunk.
 
   `step` is from `make_step`; `schedule` has the size of each chunk and how many tokens of each row
-  are real; `after(cache, seen)` is called after each chunk; `given` are more arrays, [B, T].
+  are real; `after(cache, seen)` is called after each chunk; `hints` are more arrays, [B, T].
   """
-  batch, garbage, found = len(tokens), np.random.default_rng(7), {}
+  batch, garbage, found = len(tokens), np.random.default_rng(7), None
   seen = np.zeros(batch, int)
   kinds = jax.tree.map(jax.typeof, cache)
   for size, lengths in schedule:
     rows = [(b, slice(n), slice(seen[b], seen[b] + n)) for b, n in enumerate(lengths)]
     chunk = garbage.integers(tokens.max() + 1, size=(batch, size))
-    parts = {key: np.resize(x, (batch, size)) for key, x in given.items()}
+    parts = {key: np.resize(x, (batch, size)) for key, x in hints.items()}
     for b, own, part in rows:
       chunk[b, own] = tokens[b, part]
-      for key, array in given.items():
+      for key, array in hints.items():
         parts[key][b, own] = array[b, part]
     places = pointers(cache)
-    output = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
-    cache = output.cache
+    output, cache = step(cache, chunk, jnp.asarray(lengths, jnp.int32), parts)
     # The cache neither grows nor moves.
     assert jax.tree.map(jax.typeof, cache) == kinds and pointers(cache) == places
-    for key in ("logits", "boundaries", "boundary_logits"):
-      values = getattr(output, key)
-      if values is not None:
-        shape = (*tokens.shape, *values.shape[2:])
-        array = found.setdefault(key, np.full(shape, np.nan, np.float32))
-        for b, own, part in rows:
-          array[b, part] = values[b, own]
+    if found is None:
+      found = np.full((*tokens.shape, output.logits.shape[2]), np.nan, np.float32)
+    for b, own, part in rows:
+      found[b, part] = output.logits[b, own]
     seen += lengths
     np.testing.assert_array_equal(cache.length, seen)
     if after:
@@ -346,13 +348,12 @@ def by_chunks(step, cache, tokens, schedule, after=None, **given):
 
 
 def assert_found(found, expected):
-  """The output of a pass over whole rows equals that of `by_chunks`."""
-  for key, array in found.items():
-    np.testing.assert_allclose(array, getattr(expected, key), atol=1e-5, rtol=1e-5, err_msg=key)
+  """The logits of a pass over whole rows equal those of `by_chunks`."""
+  np.testing.assert_allclose(found, expected.logits, atol=1e-5, rtol=1e-5)
 
 
 def check_chunks(model, params, tokens, whole, schedule, after=None):
-  """Chunks with a cache give the output of a whole pass, with one program a size."""
+  """Chunks with a cache give the logits of a whole pass, with one program a size."""
   step, cache = make_step(model, params), model.init_cache(len(tokens))
   assert_found(by_chunks(step, cache, tokens, schedule, after), whole)
   assert step.func._cache_size() == len({size for size, _ in schedule})
