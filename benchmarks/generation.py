@@ -142,12 +142,13 @@ def greedy(model: Any, params: Any, cache: Any, tokens: int) -> harness.Program:
 
   def step(params, state, _):
     cache, token_b = state
-    output = model.apply({"params": params}, token_b[:, None], cache=cache)
+    output, cache = model.apply({"params": params}, token_b[:, None], cache, method="step")
     token_b = jnp.argmax(output.logits[:, 0], axis=-1).astype(jnp.int32)
-    return (output.cache, token_b), token_b
+    return (cache, token_b), token_b
 
   state = cache, jnp.zeros(1, jnp.int32)
-  return loop(step, state, jnp.zeros(tokens), jax.jit(model.unstack)(params))
+  model, params = model.unstack(params)
+  return loop(step, state, jnp.zeros(tokens), params)
 
 
 def models(quick: bool) -> Iterator[harness.Case]:
@@ -194,11 +195,11 @@ def pooling(quick: bool) -> Iterator[harness.Case]:
     prefix, tokens = np.split(made_up_words(batch, length), 2, axis=1)
     programs = {}
     for name, (model, params) in built.items():
-      params = jax.jit(model.unstack)(params)
+      stepped, params = model.unstack(params)
 
-      def step(params, cache, token_b, model=model):
-        output = model.apply({"params": params}, token_b[:, None], cache=cache)
-        return output.cache, jnp.argmax(output.logits[:, 0], axis=-1)
+      def step(params, cache, token_b, model=stepped):
+        output, cache = model.apply({"params": params}, token_b[:, None], cache, method="step")
+        return cache, jnp.argmax(output.logits[:, 0], axis=-1)
 
       cache, _ = scanned(step)(params, model.init_cache(batch), jnp.asarray(prefix.T))
       programs[name] = loop(step, cache, jnp.asarray(tokens.T), params)
@@ -241,7 +242,7 @@ def products(model: Any, params: Any, dtype: str, batch: int, tokens: int) -> ha
   """Multiplies each matrix of a model by one vector per row, in float32 or bfloat16."""
   kernels = [
     x.reshape(x.shape[0], -1).astype(dtype)
-    for path, x in jax.tree.leaves_with_path(jax.jit(model.unstack)(params))
+    for path, x in jax.tree.leaves_with_path(model.unstack(params)[1])
     if path[-1].key == "kernel"
   ]
 

@@ -152,6 +152,8 @@ class LanguageModel(nn.Module):
     tokens = arrays.check("tokens", tokens, Integer[Array, "B T"])
     self._check_cache(cache, tokens.shape[0])
     self._check_pooling(pooling)
+    if pooling is not None and pooling.capacity is not None:
+      raise ValueError(f"capacity: expected none with a cache, got {pooling.capacity}")
     context = Context(lengths=lengths, num_before=cache.length)
     x_bcd = self.embedding(tokens, context)
     hidden_bcd, core = self.core.step(x_bcd, tokens, cache.core, context, pooling)

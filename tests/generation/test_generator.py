@@ -13,7 +13,9 @@ import dpjax
 from dpjax.config import registry
 from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise
+from dpjax.models import PoolingHints
 from dpjax.models.build import build_model, pad_id
+from dpjax.ops import attention_cache
 from dpjax.text.characters import Bytes
 from dpjax.text.tokenizer import train_tokenizer
 from tests import helpers
@@ -57,8 +59,8 @@ def pass_by_hand(generator):
   @jax.jit
   def call(params, tokens, count, position, keys):
     noise = _noise(keys, position, reach)
-    noise_input = {"boundary_noise": noise} if generator._draws_boundaries else {}
-    return model.apply({"params": params}, tokens, **noise_input).logits[0, count - 1]
+    pooling = PoolingHints(noise=noise) if generator._draws_boundaries else None
+    return model.apply({"params": params}, tokens, pooling=pooling).logits[0, count - 1]
 
   return call
 
@@ -71,9 +73,9 @@ def step_by_hand(generator):
   @jax.jit
   def call(params, token, cache, keys):
     noise = _noise(keys, cache.length, 1)
-    noise_input = {"boundary_noise": noise} if generator._draws_boundaries else {}
-    output = model.apply({"params": params}, token, cache=cache, **noise_input)
-    return output.logits[0, 0], output.cache
+    pooling = PoolingHints(noise=noise) if generator._draws_boundaries else None
+    output, cache = model.apply({"params": params}, token, cache, pooling=pooling, method="step")
+    return output.logits[0, 0], cache
 
   return call
 
@@ -199,23 +201,22 @@ def test_from_a_folder_with_the_settings_of_the_run(finished):
   assert [text] == first and len(second) == 1
 
 
-class Averages(nn.Module):
+class Averages(dpjax.layers.Mixer):
   """A mixer without a cache: the mean of all positions so far."""
 
-  max_length: int
-
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True):
+  def mix(self, inputs, context, cache):
     sums = jnp.cumsum(inputs, axis=1)
     counts = jnp.arange(1, inputs.shape[1] + 1, dtype=inputs.dtype)[None, :, None]
-    return nn.Dense(inputs.shape[2])(sums / counts)
+    return nn.Dense(inputs.shape[2])(sums / counts), cache
 
 
 def without_cache():
   generator, params = make()
   model = generator._model
-  block = model.layers.block.clone(mixer=Averages(WINDOW))
-  model = model.clone(layers=model.layers.clone(block=block))
+  stack = model.core.layers
+  block = stack.blocks[0].clone(mixer=Averages(max_length=WINDOW))
+  model = model.clone(core=model.core.clone(layers=stack.clone(blocks=(block,))))
   params = model.init(jax.random.key(3), jnp.zeros((1, 3), jnp.int32))["params"]
   params = jax.tree.map(lambda x: 6 * x, params)
   return Generator(generator._settings, generator._sample, model, generator._tokenizer), params
@@ -293,8 +294,8 @@ def test_a_row_is_the_row_alone(name, dispatcher, monkeypatch):
   else:
     monkeypatch.setattr(generator_lib, "_CHUNK", (16, 5, 7)[number % 3])
     monkeypatch.setattr(generator_lib, "_CHUNK_OF_PASSES", (4, 3, 1)[number % 3])
-    monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
-    monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
+    monkeypatch.setattr(attention_cache, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(attention_cache, "_LEAST_SLOTS", 4)
     maker = without_cache() if name == "no cache" else make(**CASES[name])
   for _ in range(8):
     check_case(maker, draw_case(maker, rng), rng)
@@ -306,6 +307,10 @@ def test_a_text_depends_on_neither_the_default_random_keys_nor_the_other_rows(di
   with jax.default_prng_impl("rbg"):
     assert write(dispatcher, ["abc hij", "abc"], **draw) == both
     assert write(dispatcher, ["abc hij"], **draw) == both[:1]
+
+
+def is_attention(x):
+  return isinstance(x, attention_cache.AttentionCache)
 
 
 @pytest.mark.parametrize(
@@ -325,13 +330,14 @@ def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
   maker = make(max_length=29, **changes)
   expected, slots = [write(maker, prompts, **settings) for prompts, settings in calls], []
   monkeypatch.setattr(generator_lib, "_CHUNK", 4)
-  monkeypatch.setattr(generator_lib, "_SMALL_CACHE", 0)
-  monkeypatch.setattr(generator_lib, "_LEAST_SLOTS", 4)
+  monkeypatch.setattr(attention_cache, "_SMALL_BYTES", 0)
+  monkeypatch.setattr(attention_cache, "_LEAST_SLOTS", 4)
   generator, params = make(max_length=29, **changes)
   advance = generator._advance[True]
 
   def spy(params, state, *rest):
-    slots.extend(x.values.shape[2] for x in generator_lib._attention_caches(state.cache)[:1])
+    caches = jax.tree.leaves(state.cache, is_leaf=is_attention)
+    slots.append(next(x.slots for x in caches if is_attention(x)))
     return advance(params, state, *rest)
 
   generator._advance[True] = spy
@@ -344,12 +350,19 @@ def test_bfloat16_weights_of_a_float32_model(dispatcher):
   text = write(dispatcher, ["abc"], length=9, dtype="bfloat16", overflow="continue")[0]
   assert len(text) == 9
   rounded, _ = make(seed=None, dtype="bfloat16")
-  model, layers = rounded._model, rounded._by_layer(params)
-  assert generator._in_bfloat16._model == model
-  assert layers["layers"]["0"]["feed_forward"]["hidden"]["kernel"].dtype == jnp.bfloat16
+  assert generator._in_bfloat16._model == rounded._model
+  by_layer = rounded._by_layer(params)
+  kernel = by_layer["layers"]["blocks_0"]["feed_forward"]["hidden"]["kernel"]
+  assert kernel.dtype == jnp.bfloat16
+  model, exact = rounded._model.unstack(params)
   tokens, cache = np.array([[1, 3, 2]]), model.init_cache(1)
-  run = jax.jit(lambda params: model.apply({"params": params}, tokens, cache=cache).logits)
-  np.testing.assert_array_equal(run(layers), run(model.unstack(params)))
+
+  @jax.jit
+  def run(params):
+    output, _ = model.apply({"params": params}, tokens, cache, method="step")
+    return output.logits
+
+  np.testing.assert_array_equal(run(by_layer), run(exact))
 
 
 def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():

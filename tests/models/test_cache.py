@@ -10,6 +10,7 @@ import pytest
 
 import dpjax
 from dpjax.config import registry
+from dpjax.models import PoolingHints
 from tests import helpers
 
 BATCH, LENGTH, VOCAB = 3, 23, 11
@@ -96,7 +97,8 @@ def balance(params, output):
     mean, out = output.logits.mean(axis=(0, 1)), params["logits"]
     scale = 1 / (output.logits - mean[None, None]).std()
     out["bias"], out["kernel"] = (out["bias"] - mean) * scale, out["kernel"] * scale
-  helpers.balance(params, output.boundary_logits)
+  for stage in output.stages:
+    helpers.balance(params, stage.logits)
 
 
 @pytest.mark.parametrize("case", [helpers.slow_unless(x in DEFAULT, x) for x in CASES])
@@ -107,28 +109,34 @@ def test_chunks_are_the_whole(case):
   if case == "routing":
     for name in ("mixer_norm", "feed_forward_norm"):
       # Without a direction that all vectors have in common.
-      norm = params["hourglass"]["first"][name]
+      norm = params["stages_0"]["first"]["blocks_0"][name]
       norm["bias"] = jnp.zeros_like(norm["bias"])
   full = jax.jit(model.apply)
   balance(params, full({"params": params}, TOKENS))
   expected = full({"params": params}, TOKENS)
-  helpers.assert_sure(expected.boundary_logits)
   assert expected.logits.std() > 0.5
-  if expected.boundaries is not None:
-    assert 0 < np.asarray(expected.boundaries).sum() < 0.7 * TOKENS.size
-  if case == "routing":
-    assert abs(np.asarray(expected.boundary_probabilities) - 0.5).min() > 1e-3
-  if case == "whitespace":
-    np.testing.assert_array_equal(expected.boundaries, SPACES)
-  of_step = model.unstack(params) if case in BY_LAYER else params
-  helpers.check_chunks(model, of_step, TOKENS, expected, helpers.SCHEDULES[schedule])
+  for stage in expected.stages:
+    helpers.assert_sure(stage.logits)
+    assert 0 < np.asarray(stage.boundaries).sum() < 0.7 * TOKENS.size
+    if case == "routing":
+      assert abs(np.asarray(stage.probabilities) - 0.5).min() > 1e-3
+    if case == "whitespace":
+      np.testing.assert_array_equal(stage.boundaries, SPACES)
+  if case in BY_LAYER:
+    model, params = model.unstack(params)
+  helpers.check_chunks(model, params, TOKENS, expected, helpers.SCHEDULES[schedule])
 
 
 def test_a_chunk_does_not_copy_the_parameters_of_all_layers():
   model = dpjax.build_model(modern())
   params, cache = helpers.draw_params(model, 1, 1.0), model.init_cache(BATCH)
-  run = jax.make_jaxpr(lambda p, x: model.apply({"params": p}, x, cache=cache).logits)
-  shape = str(params["layers"]["feed_forward"]["out"]["kernel"].shape)[1:-1].replace(" ", "")
+
+  def logits(params, tokens):
+    return model.apply({"params": params}, tokens, cache, method="step")[0].logits
+
+  run = jax.make_jaxpr(logits)
+  kernel = params["layers"]["blocks_0"]["feed_forward"]["out"]["kernel"]
+  shape = str(kernel.shape)[1:-1].replace(" ", "")
   assert f"f32[{shape}]" in (jaxpr := str(run(params, TOKENS[:, :5])))
   assert not re.search(rf"{re.escape(f'f32[{shape}]')} = (stack|concatenate)", jaxpr)
 
@@ -142,13 +150,13 @@ def test_boundaries_may_be_given_or_drawn_chunk_by_chunk():
   boundaries_bt = np.asarray(SPACES)[:, ::-1].copy()
   boundaries_bt[2, 0] = 1
   schedule = [(9, (9, 4, 0)), (9, (1, 1, 9)), (9, (4, 9, 5)), (9, (9, 9, 9))]
-  for options in (dict(boundaries=boundaries_bt), dict(boundary_noise=NOISE)):
-    outputs = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **options)
-    expected = full({"params": params}, TOKENS, **options)
+  for hints in (dict(boundaries=boundaries_bt), dict(noise=NOISE)):
+    outputs = helpers.by_chunks(step, model.init_cache(BATCH), TOKENS, schedule, **hints)
+    expected = full({"params": params}, TOKENS, pooling=PoolingHints(**hints))
     helpers.assert_found(outputs, expected)
-  logits = np.asarray(expected.boundary_logits)
+  logits = np.asarray(expected.stages[0].logits)
   helpers.assert_sure(logits + np.log(NOISE / (1 - NOISE)))
-  assert (np.asarray(expected.boundaries) != (logits > 0)).any()
+  assert (np.asarray(expected.stages[0].boundaries) != (logits > 0)).any()
 
 
 # Of chunks shorter and longer than the window.
@@ -192,19 +200,17 @@ def test_where_there_is_no_going_on_it_says_nan(config):
   cache, is_nan = model.init_cache(BATCH), []
   for place in range(11):
     lengths = jnp.asarray([1, place % 2, 1], jnp.int32)
-    output = step(cache, TOKENS[:, place : place + 1], lengths, {})
-    cache = output.cache
+    output, cache = step(cache, TOKENS[:, place : place + 1], lengths, {})
     is_nan.append(np.isnan(output.logits[:, 0]))
   is_nan = np.asarray(is_nan)  # [T, B, V]
   assert is_nan[8:, [0, 2]].all() and not is_nan[:8].any() and not is_nan[:, 1].any()
 
 
 REFUSED = [
-  (dict(capacity=3), "capacity: expected none with a cache, got 3"),
-  (dict(boundaries=np.zeros((BATCH, 4), int)), "boundaries: expected .*3 5"),
+  (dict(pooling=PoolingHints(capacity=3)), "capacity: expected none with a cache, got 3"),
+  (dict(pooling=PoolingHints(boundaries=np.zeros((BATCH, 4), int))), "boundaries: expected .*3 5"),
   (dict(tokens=TOKENS[:2, :5]), "cache.length: expected 2 rows, got 3"),
-  (dict(boundary_noise=NOISE[:, :5]), "boundary_noise: expected none"),
-  (dict(deterministic=False), "deterministic: expected True with a cache"),
+  (dict(pooling=PoolingHints(noise=NOISE[:, :5])), "noise: expected none"),
 ]
 
 
@@ -212,6 +218,6 @@ def test_refusals():
   model = dpjax.build_model(CASES["whitespace"][0])
   params, cache = jax.eval_shape(model.init, jax.random.key(0), TOKENS), model.init_cache(BATCH)
   for changes, message in REFUSED:
-    call = partial(model.apply, cache=cache, **dict(tokens=TOKENS[:, :5]) | changes)
+    call = partial(model.apply, cache=cache, method="step", **dict(tokens=TOKENS[:, :5]) | changes)
     with pytest.raises(ValueError, match=message):
       jax.eval_shape(call, params)

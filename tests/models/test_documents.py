@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import dpjax
+from dpjax.models import PoolingHints
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses
 from tests import helpers
@@ -89,7 +90,7 @@ def test_documents_are_as_alone(case):
   def run(params, batch, noise):
     def total(params):
       inputs = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
-      inputs |= {"boundary_noise": noise} if is_noisy else {}
+      inputs |= {"pooling": PoolingHints(noise=noise)} if is_noisy else {}
       output = model.apply({"params": params}, batch["tokens"], **inputs)
       sums = objective.sums(output, batch)
       return sums["nats"] + sums.get("boundary_nats", 0.0), (output.logits, sums)
@@ -112,11 +113,10 @@ def test_documents_are_as_alone(case):
 def test_refusals():
   model = dpjax.build_model(CASES["dispatcher"])
   params = helpers.draw_params(model, 3, 1 / 2)
-  for document_starts, message, inputs in (
-    (STARTS[:, 1:], r"expected .*2 23.*, got int32\[2, 22\]", {}),
-    (2 * STARTS, "expected zeros and ones, got 2", {}),
-    (np.roll(STARTS, 1, axis=1), "expected every row to begin with 1, got 0 in row 0", {}),
-    (STARTS, "expected none with a cache, got some", dict(cache=model.init_cache(BATCH))),
+  for document_starts, message in (
+    (STARTS[:, 1:], r"expected .*2 23.*, got int32\[2, 22\]"),
+    (2 * STARTS, "expected zeros and ones, got 2"),
+    (np.roll(STARTS, 1, axis=1), "expected every row to begin with 1, got 0 in row 0"),
   ):
     with pytest.raises(ValueError, match=f"^document_starts: {message}"):
-      model.apply({"params": params}, TOKENS, document_starts=document_starts, **inputs)
+      model.apply({"params": params}, TOKENS, document_starts=document_starts)

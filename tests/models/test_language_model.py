@@ -57,21 +57,22 @@ def test_scan_and_remat_change_nothing():
 
 
 def make_block():
-  return layers.Block(layers.WE(7), layers.FeedForward(5), layers.Norm(), layers.Norm())
+  return layers.Block(layers.WE(max_length=7), layers.FeedForward(5), layers.Norm(), layers.Norm())
 
 
 def test_a_stack_by_hand():
-  for stack in (models.Stack(3, make_block()), models.Stack.in_turn(3, [make_block] * 2)):
-    model = models.LanguageModel(VOCAB, 6, 7, stack)
-    params = jax.eval_shape(lambda model=model: model.unstack(model.init(KEY, TOKENS)["params"]))
-    assert model.has_cache and [*params["layers"]] == ["0", "1", "2"]
-  for block in (3, None, layers.FeedForward(5)):
-    with pytest.raises(ValueError, match="^block: expected a layers.Block, or Stack.in_turn, got"):
-      models.Stack(3, block)
+  for blocks in ((make_block(),), (make_block(), make_block())):
+    core = models.Hourglass(models.Stack(3, blocks))
+    model = models.LanguageModel(VOCAB, 6, 7, core)
+    params = jax.eval_shape(model.init, KEY, TOKENS)["params"]
+    assert model.has_cache and len(params["layers"]) == len(blocks)
+    params = jax.eval_shape(lambda params, model=model: model.unstack(params)[1], params)
+    assert [*params["layers"]] == ["blocks_0", "blocks_1", "blocks_2"]
+  for blocks in ((), (3,), (None,), (layers.FeedForward(5),)):
+    with pytest.raises(ValueError, match="^blocks: expected a tuple of layers.Block, got"):
+      models.Stack(3, blocks)
   with pytest.raises(ValueError, match="^num_layers: expected at least 1, got 0"):
-    models.Stack(0, make_block())
-  with pytest.raises(ValueError, match="^layers, hourglass: expected one of them, got neither"):
-    models.LanguageModel(VOCAB, 6, 7).init_cache(2)
+    models.Stack(0, (make_block(),))
 
 
 def test_fewer_layers_than_mixers_take_the_first():
@@ -79,8 +80,8 @@ def test_fewer_layers_than_mixers_take_the_first():
     jax.eval_shape(make(mixers, num_layers=2).init, KEY, TOKENS)["params"]["layers"]
     for mixers in (("dispatcher", "we", "me"), ("dispatcher", "we"))
   ]
-  assert {*shapes[0]} == {"rest"} and {*shapes[0]["rest"]} == {"place_0", "place_1"}
-  assert {*shapes[1]} == {"period"}
+  assert {*shapes[0]} == {"blocks_0", "blocks_1"}
+  assert shapes[0] == shapes[1]
 
 
 def test_scan_and_remat_are_what_is_compiled():
