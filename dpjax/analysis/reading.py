@@ -349,14 +349,6 @@ def _take(array: np.ndarray, index: np.ndarray, axis: int = 0) -> np.ndarray:
   return np.where(is_in.reshape(shape), entries, -1 if array.dtype.kind == "i" else 0)
 
 
-def _place(path: Sequence[str], num_stages: int) -> tuple[int, list[str]]:
-  """The number of stages around a stack, and its name: ["middle", "first"] in the second stage."""
-  if path[-1] == "middle":
-    return num_stages, ["middle"] * num_stages
-  depth = int(path[-2].removeprefix("stages_"))
-  return depth, ["middle"] * depth + [path[-1]]
-
-
 def _place_of(path: tuple[str, ...], num_stages: int) -> tuple[int, list[str]]:
   """In how many stages a stack of a model is, and the words for its place, from its path."""
   if path[-1] == "layers":

@@ -6,7 +6,7 @@
   data/                 the tokenizer, and the sizes of the corpus; no tokens
   model.safetensors     the parameters, with names joined by dots
   README.md             a model card: scores, and how to load the model
-  numpy_model.py        the model in pure NumPy
+  numpy_model.py        the model in pure NumPy, if it has a function for each component
 
 `dpjax.load(OUT)` gives a run that scores any text and generates.
 """
@@ -151,10 +151,19 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   save_file(names.by_name(params), path, {"step": str(run.step)})
   # A model made in Python may differ from its settings in any way.
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
-  foreign = model_card.foreign_components(run, repr(run.model) == repr(built))
-  text = model_card.write(run, address, dtype, foreign=foreign, license=license)
+  is_built = repr(run.model) == repr(built)
+  models = [run.config.model] if frozen is None else [run.config.model, frozen]
+  has_program = is_built and model_card.is_in_numpy(models)
+  text = model_card.write(
+    run,
+    address,
+    dtype,
+    foreign=model_card.foreign_components(models) if is_built else ["its class"],
+    has_program=has_program,
+    license=license,
+  )
   (folder / "README.md").write_text(text, encoding="utf-8")
-  if not foreign:
+  if has_program:
     shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
   # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)

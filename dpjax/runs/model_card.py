@@ -4,14 +4,14 @@ It begins with the metadata by which the Hugging Face Hub finds models.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 
 from dpjax import __version__, files
-from dpjax.config import sections
+from dpjax.config import registry, sections
 from dpjax.data import mixture, remote
 from dpjax.runs import numpy_model
 
@@ -37,7 +37,7 @@ run.score("a text")
 ```
 
 `model.safetensors` has the parameters in {dtype}, `config.json` all settings, `data` the tokenizer.
-{numpy}
+{notes}
 """
 _NUMPY = """
 `numpy_model.py` is the whole model in NumPy, and needs nothing else:
@@ -46,29 +46,55 @@ _NUMPY = """
 python numpy_model.py . {run.tokenizer.start_id}  # the ids and probabilities of likely next tokens
 ```"""
 _FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
+_NO_PROGRAM = "\nThis folder has no program of the model in NumPy."
 
 
-def _components(model: Mapping) -> set[str]:
-  mixers = {section["name"] for section in sections.mixers_in(model).values()}
-  boundaries = {stage["boundaries"]["name"] for stage in sections.stages_in(model).values()}
-  return (mixers | boundaries) - {"none"}
+def _mixers(model: Mapping) -> set[str]:
+  return {section["name"] for section in sections.mixers_in(model).values()}
 
 
-def foreign_components(run: "Run", is_built: bool) -> list[str]:
-  """What `dpjax.runs.numpy_model` lacks; `is_built` if the settings describe the model."""
-  if not is_built:
-    return ["its class"]
-  return sorted(_components(run.config.model) - {*numpy_model.FUNCTIONS})
+def _boundaries(model: Mapping) -> set[str]:
+  names = {stage["boundaries"]["name"] for stage in sections.stages_in(model).values()}
+  return names - {"none"}
 
 
-def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: str = "") -> str:
+def foreign_components(models: Sequence[Mapping]) -> list[str]:
+  """The components of models that are not dpjax's, by name.
+
+  `models` are the settings of a model, and of that which its boundaries use.
+  """
+  mixers = {name for model in models for name in _mixers(model)}
+  boundaries = {name for model in models for name in _boundaries(model)}
+  foreign = {name for name in mixers if not registry.mixers.is_builtin(name)}
+  foreign |= {name for name in boundaries if not registry.boundaries.is_builtin(name)}
+  return sorted(foreign)
+
+
+def is_in_numpy(models: Sequence[Mapping]) -> bool:
+  """Whether `dpjax.runs.numpy_model` has a function for every component of the models."""
+  return all(
+    _mixers(model) <= {*numpy_model.MIXERS} and _boundaries(model) <= {*numpy_model.BOUNDARIES}
+    for model in models
+  )
+
+
+def write(
+  run: "Run",
+  address: str,
+  dtype: str,
+  *,
+  foreign: Sequence[str],
+  has_program: bool,
+  license: str = "",
+) -> str:
   """The card of a run, in Markdown.
 
   Args:
     run: a `Run`.
     address: where to load it from: a folder, or hf://OWNER/NAME.
     dtype: the dtype of the parameters.
-    foreign: the result of `foreign_components`.
+    foreign: what is not dpjax's: "its class", or the result of `foreign_components`.
+    has_program: whether the export has the model in NumPy.
     license: the Hub's name for the model's licence; "": not stated.
   """
   from huggingface_hub import EvalResult, ModelCardData
@@ -76,6 +102,9 @@ def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: 
   assert run.data is not None
   name = address.rpartition("/")[2]
   scores = list(_scores(run))
+  notes = [_NUMPY.format(run=run) if has_program else _NO_PROGRAM]
+  if foreign:
+    notes.append(_FOREIGN.format(names=", ".join(foreign)))
   rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]
   text = _CARD.format(
     name=name,
@@ -85,8 +114,9 @@ def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: 
     version=__version__,
     scores="\n".join(rows) or "| - | not scored | |",
     dtype=dtype,
-    numpy=_FOREIGN.format(names=", ".join(foreign)) if foreign else _NUMPY.format(run=run),
+    notes="\n".join(notes),
   )
+  model = run.config.model
   data = run.config.data
   task = "text-generation"
   names = mixture.parse(data.mixture) or ([] if data.path else [data.name])
@@ -99,7 +129,7 @@ def write(run: "Run", address: str, dtype: str, *, foreign: list[str], license: 
   metadata = ModelCardData(
     library_name="dpjax",
     pipeline_tag=task,
-    tags=["jax", "flax", *sorted(_components(run.config.model))],
+    tags=["jax", "flax", *sorted(_mixers(model) | _boundaries(model))],
     license=license or None,
     datasets=datasets or None,
     metrics=[*dict.fromkeys(score for _, score, _ in scores)] or None,

@@ -83,7 +83,8 @@ def dispatcher(p, x, mixer):
   shape = (len(x), mixer["num_heads"], -1)
   if mixer["name"] == "dispatcher":
     x = x.reshape(shape)  # each head has the same three matrices
-  v, g = (linear(part(p, name), x).reshape(shape) for name in ("values", "gates"))
+  v = linear(part(p, "values"), x).reshape(shape)
+  g = linear(part(p, "gates"), x).reshape(shape)
   if mixer["name"] == "dispatcher":
     g = 1 / (1 + np.exp(-g))  # [T, H, K]
   for k in range(g.shape[-1]):
@@ -146,7 +147,8 @@ def attention(p, x, mixer):
     qkv = qkv + p["queries_keys_values.bias"][:, None]
   q, k, v = qkv.reshape(3, len(x), mixer["num_heads"], -1)  # [T, H, E] each
   if mixer.get("rotary_base") is not None:
-    q, k = (rotate(z, mixer["rotary_base"], mixer.get("rotary_features")) for z in (q, k))
+    q = rotate(q, mixer["rotary_base"], mixer.get("rotary_features"))
+    k = rotate(k, mixer["rotary_base"], mixer.get("rotary_features"))
   if mixer["name"] == "relative_attention":  # content_bias and position_bias [H, E]
     angles = t[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
     table = np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :width].astype(np.float32)
@@ -164,39 +166,29 @@ def attention(p, x, mixer):
   return linear(part(p, "out"), mixed.reshape(x.shape))
 
 
-def in_turn(p, mixers):  # the arrays and the mixer of each layer
-  parts = [[p]]
-  if len(mixers) > 1:
-    places = [f"place_{i}" for i in range(len(mixers))]
-    parts = [[part(part(p, x), place) for place in places] for x in ("period", "rest")]
-  for arrays in parts:
-    for i in range(len(arrays[0].get("mixer_norm.scale", ()))):
-      for q, mixer in zip(arrays, mixers, strict=True):
-        if q:
-          yield {name: array[i] for name, array in q.items()}, mixer
+def stack(p, x, model, mixers, positions):  # positions: arrays that relative attention shares
+  mixers = mixers if isinstance(mixers, list) else [mixers]
+  blocks = [part(p, f"blocks_{i}") for i in range(len(mixers))]
+  num_layers = sum(len(block.get("mixer_norm.scale", ())) for block in blocks)
+  for i in range(num_layers):  # layer i is block i mod P
+    arrays = {name: array[i // len(blocks)] for name, array in blocks[i % len(blocks)].items()}
+    x = layer(arrays, x, model, mixers[i % len(blocks)], positions)
+  return norm(part(p, "out_norm"), x, model) if "out_norm.scale" in p else x
 
 
-def layers(p, x, model, mixer, positions):  # positions: arrays that relative attention shares
-  mixers = mixer or model["mixer"]
-  for arrays, section in in_turn(p, mixers if isinstance(mixers, list) else [mixers]):
-    for name in ("mixer", "feed_forward"):
-      q = part(arrays, name)
-      of_norm = part(arrays, name + "_norm")
-      if not of_norm:  # a layer without a feed-forward network
-        continue
-      y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
-      if name == "mixer":
-        y = FUNCTIONS[section["name"]]({**q, **positions}, y, section)
-      else:
-        y = feed_forward(q, y, model["activation"])
-      x = x + y if model["norm_position"] == "pre" else norm(of_norm, x + y, model)
+def layer(p, x, model, mixer, positions):
+  for name in ("mixer", "feed_forward"):
+    q = part(p, name)
+    of_norm = part(p, name + "_norm")
+    if not of_norm:  # a layer without a feed-forward network
+      continue
+    y = norm(of_norm, x, model) if model["norm_position"] == "pre" else x
+    if name == "mixer":
+      y = MIXERS[mixer["name"]]({**q, **positions}, y, mixer)
+    else:
+      y = feed_forward(q, y, model["activation"])
+    x = x + y if model["norm_position"] == "pre" else norm(of_norm, x + y, model)
   return x
-
-
-def stack(p, name, x, model, mixer, positions):
-  x = layers(part(p, name), x, model, mixer, positions)
-  of_norm = part(p, name + "_out_norm")
-  return norm(of_norm, x, model) if of_norm else x
 
 
 def fixed(p, x, tokens, boundaries):  # [T] where segments end
@@ -237,43 +229,48 @@ def routing(p, x, tokens, boundaries):  # [T] the probabilities that segments en
   return np.append(np.float32(1), np.clip((1 - cosine) / 2, 0, 1))
 
 
-def hourglass(p, x, tokens, model):
+def down(p, x, tokens, model):  # the tokens' vectors, the chance of each boundary, the segments
   boundaries = model["boundaries"]
-  middle = model["middle"]
-  shared = part(p, "relative_positions")
-  is_routing = boundaries["name"] == "routing"
-  x = stack(p, "first", x, model, model["first"]["mixer"], shared)
-  predictor = part(p, "boundary_predictor")
-  chance = FUNCTIONS[boundaries["name"]](predictor, x, tokens, boundaries)
+  mixers = model["first"]["mixer"] or model["mixer"]
+  x = stack(part(p, "first"), x, model, mixers, part(p, "shared_positions"))
+  chance = BOUNDARIES[boundaries["name"]](part(p, "boundaries"), x, tokens, boundaries)
   ends = chance > 0.5
-  s = x[ends]  # segments
-  if not is_routing and boundaries.get("pooling", "mean") == "mean":
+  s = x[ends]
+  if boundaries["name"] != "routing" and boundaries.get("pooling", "mean") == "mean":
     s = [x[np.cumsum(ends) - ends == m].mean(0) for m in range(ends.sum())]
     s = np.reshape(s, (-1, x.shape[1]))
-  if "middle_in" in p:
-    s = s @ p["middle_in"]
-  if "middle_padding" in p:
-    s = np.hstack([s, np.tile(p["middle_padding"], (len(s), 1))])
-  if not is_routing:
-    s = norm(part(p, "middle_norm"), np.concatenate([p["null_group"][None], s]), model)
-  if middle is not None and middle["boundaries"]["name"] != "none":
-    settings = {key: x for key, x in middle.items() if x or x is None}
-    s = hourglass(part(p, "middle"), s, None, {**model, **settings})
-  else:
-    inner = part(p, "middle_positions") if "middle_in" in p else shared
-    s = stack(p, "middle", s, model, None, inner)
-  s = s[:, : x.shape[1]] if "middle_padding" in p else s
-  if "middle_out" in p:
-    s = s @ p["middle_out"]
-  if is_routing:
+  if "widen" in p:
+    s = s @ p["widen"]
+  if "padding" in p:
+    s = np.hstack([s, np.tile(p["padding"], (len(s), 1))])
+  if "null_group" in p:
+    s = norm(part(p, "inner_norm"), np.concatenate([p["null_group"][None], s]), model)
+  return x, chance, s
+
+
+def up(p, x, chance, s, model):  # from the results for the segments to those for the tokens
+  ends = chance > 0.5
+  s = s[:, : x.shape[1]] if "padding" in p else s
+  if "narrow" in p:
+    s = s @ p["narrow"]
+  if model["boundaries"]["name"] == "routing":
     q = np.clip(chance[ends], 1e-4, 1 - 1e-4)[:, None]
     s[0] = q[0] * s[0]
     for m in range(1, len(s)):
       s[m] = q[m] * s[m] + (1 - q[m]) * s[m - 1]
-    x = s[np.cumsum(ends) - 1] + linear(part(predictor, "residual"), x)
+    x = s[np.cumsum(ends) - 1] + linear(part(p, "boundaries.residual"), x)
   else:
     x = x + s[np.cumsum(ends)]  # the last segment that has ended
-  return stack(p, "last", x, model, model["last"]["mixer"], shared)
+  mixers = model["last"]["mixer"] or model["mixer"]
+  return stack(part(p, "last"), x, model, mixers, part(p, "shared_positions"))
+
+
+def stages_in(model):  # the settings of the model and of each middle, which inherits them
+  stages = [model]
+  while stages[-1]["middle"] is not None:
+    changes = {key: x for key, x in stages[-1]["middle"].items() if x or x is None}
+    stages.append({**stages[-1], **changes})
+  return stages
 
 
 def forward(tokens, p, model):  # [T] -> [T, V]
@@ -285,10 +282,20 @@ def forward(tokens, p, model):  # [T] -> [T, V]
     x = x * width**0.5 + table.astype(np.float32)
   if model["positions"] == "learned":
     x = (x + p["embedding.positions"][: len(x)]) * width**0.5
-  if model["boundaries"]["name"] == "none":
-    x = layers(part(p, "layers"), x, model, None, part(p, "relative_positions"))
-  else:
-    x = hourglass(part(p, "hourglass"), x, tokens, model)
+  stages = stages_in(model)
+  shared = part(p, "shared_positions")
+  ways = []  # what each pooling needs for its way up
+  for i, settings in enumerate(stages):
+    if settings["boundaries"]["name"] == "none":
+      break
+    q = part(p, f"stages_{i}")
+    x, chance, segments = down(q, x, tokens, settings)
+    ways.append((q, x, chance, settings))
+    x = segments
+    shared = part(p, "shared_positions") or part(q, "shared_positions")
+  x = stack(part(p, "layers"), x, stages[-1], model["mixer"], shared)
+  for q, of_tokens, chance, settings in reversed(ways):
+    x = up(q, of_tokens, chance, x, settings)
   if "final_norm.scale" in p:
     x = norm(part(p, "final_norm"), x, model)
   if model["tie_embeddings"]:
@@ -296,12 +303,14 @@ def forward(tokens, p, model):  # [T] -> [T, V]
   return linear(part(p, "logits"), x)
 
 
-FUNCTIONS = {
+MIXERS = {
   **dict.fromkeys(("dispatcher", "dispatcher_multihead"), dispatcher),
   **dict.fromkeys(("attention", "relative_attention", "local_attention"), attention),
   "short_convolution": short_convolution,
   "mamba2": mamba2,
   **dict.fromkeys(("she", "he", "we", "me"), extractor),
+}
+BOUNDARIES = {
   **dict.fromkeys(("whitespace", "spacebyte"), by_token),
   **dict.fromkeys(("unigram", "entropy", "gumbel", "flexitokens"), predicted),
   "fixed": fixed,
