@@ -36,7 +36,7 @@ def test_they_are_the_derivatives_of_each_layer(finished, mixer):
     np.testing.assert_array_equal(np.triu(m_hts), np.tile(np.eye(len(text)), (3, 1, 1)))
     np.testing.assert_allclose(layer.weights, abs(m_hts[:, 1:, 1:]), rtol=1e-4, atol=1e-6)
   # The first layer, by its equations: y = W_out M W_in x.
-  weights = run.model.layers.unstack(run.params["layers"])["0"]["mixer"]
+  weights = jax.tree.map(lambda x: x[0], run.params["layers"]["blocks_0"]["mixer"])
   tokens = jnp.asarray(run.tokenizer.encode(text))[None]
 
   @jax.jit
@@ -45,7 +45,7 @@ def test_they_are_the_derivatives_of_each_layer(finished, mixer):
       {"params": params}, tokens, capture_intermediates=True, mutable=["intermediates"]
     )
     (x_btd,) = seen["intermediates"]["embedding"]["__call__"]
-    return x_btd, run.model.layers.block.mixer.apply({"params": weights}, x_btd)
+    return x_btd, run.model.core.layers.mixers[0].apply({"params": weights}, x_btd)
 
   x_btd, y_btd = first(run.params)
   heads = (*x_btd.shape[:2], 3, -1)

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from dpjax.analysis import page, reading
 from dpjax.analysis.reading import Segmentation, Stage, render
 from dpjax.commands import look
 from dpjax.errors import UserError
-from dpjax.layers import Block, FeedForward, Norm, attention
+from dpjax.layers import Block, Context, FeedForward, Mixer, Norm, attention
 from dpjax.models import build
 from dpjax.models.stack import Stack
 from dpjax.text.tokenizer import train_tokenizer
@@ -44,7 +43,7 @@ def with_both(run, text):
   """The run, with its predictor changed so that it finds some boundaries and not all."""
   tokens = run.tokenizer.encode(text)[None, :WINDOW]
   output = jax.jit(run.model.apply)({"params": run.params}, tokens)
-  helpers.balance(run.params, output.boundary_logits)
+  helpers.balance(run.params, output.stages[0].logits)
   return run
 
 
@@ -80,10 +79,11 @@ def test_segment_equals_the_score_and_the_model(gumbel):
   inputs = np.append(run.tokenizer.start_id, tokens)[:WINDOW]
   output = jax.jit(run.model.apply)({"params": run.params}, inputs[None])
   (stage,) = result.stages
-  np.testing.assert_array_equal(stage.begins[:WINDOW], np.asarray(output.boundaries[0]) == 1)
+  (found,) = output.stages
+  np.testing.assert_array_equal(stage.begins[:WINDOW], np.asarray(found.boundaries[0]) == 1)
   assert 1 < stage.begins.sum() < count and not stage.boundaries[-1]
   np.testing.assert_array_equal(stage.boundaries[:-1], stage.begins[1:])
-  chances = jax.nn.sigmoid(output.boundary_logits[0])
+  chances = jax.nn.sigmoid(found.logits[0])
   np.testing.assert_allclose(stage.probabilities[:WINDOW], chances, atol=1e-6)
   log_p = jax.nn.log_softmax(output.logits[0])
   np.testing.assert_allclose(
@@ -125,7 +125,7 @@ def test_weights_of_attention_give_its_output(mixer):
   def run(x_btd):
     expected, variables = mixer.init_with_output(jax.random.key(2), x_btd)
     params = variables["params"]
-    weights = reading._weights(mixer, params, x_btd, {}, {})
+    weights = reading._weights(mixer, params, x_btd, {}, Context())
     qkv, out = params["queries_keys_values"], params["out"]
     v_btd = x_btd @ qkv["kernel"][:, 2] + qkv["bias"][None, None, 2]
     y = jnp.einsum("hts,she->the", weights, v_btd.reshape(7, 2, 4)).reshape(7, 8)
@@ -143,7 +143,7 @@ def test_layers_on_segments_read_those_that_are_closed(two_stages):
   count = WINDOW - 1
   outer = ["middle first 1", "middle first 2", "middle middle 1", "middle last 1", "middle last 2"]
   assert [*layers] == [f"{name} HE" for name in ("first 1", *outer, "last 1")]
-  taps = run.params["hourglass"]["first"]["mixer"]["taps"][0]
+  taps = run.params["stages_0"]["first"]["blocks_0"]["mixer"]["taps"][0]
   sizes = np.sqrt(np.mean(np.square(taps), axis=1))
   t, s = np.tril_indices(count)
   np.testing.assert_allclose(layers["first 1 HE"][t, s], sizes[t - s], rtol=1e-5)
@@ -160,29 +160,33 @@ def test_layers_on_segments_read_those_that_are_closed(two_stages):
       assert ends[t] or (row == layers[name][t - 1]).all()
 
 
-class Middling(nn.Module):
+class Middling(Mixer):
   """A mixer of the user's: the mean of the past."""
 
-  max_length: int
   tells: bool
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True):
+  def mix(self, inputs, context, cache):
     length = inputs.shape[1]
     weights = jnp.tri(length) / jnp.arange(1.0, length + 1)[:, None]
     if self.tells:
       self.sow("intermediates", "reads", weights[None, None])
-    return jnp.einsum("ts,bsd->btd", weights, inputs)
+    return jnp.einsum("ts,bsd->btd", weights, inputs), None
 
 
 def test_look_shows_what_a_mixer_of_the_user_offers():
   run = untrained("none", "me")
 
   def make(tells):
-    return Block(Middling(WINDOW, tells), FeedForward(7), Norm(), Norm())
+    return Block(
+      Middling(max_length=WINDOW, tells=tells),
+      FeedForward(7),
+      mixer_norm=Norm(),
+      feed_forward_norm=Norm(),
+    )
 
-  layers = Stack.in_turn(2, [partial(make, True), partial(make, False)])
-  model = run.model.clone(layers=layers)
+  layers = Stack(2, (make(True), make(False)))
+  model = run.model.clone(core=run.model.core.clone(layers=layers))
   run = dpjax.runs.Run(run.config, model, helpers.draw_params(model, 2, 0.5), run.tokenizer, 0)
   (data,) = content(dpjax.look(run, "to be"))
   assert data["stages"] == [] and len(data["bits"]) == 5
