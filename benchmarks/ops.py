@@ -39,10 +39,11 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from dpjax import layers, ops
-from dpjax.layers import attention as attention_layers
-from dpjax.models import language_model
+from dpjax.layers.attention import SharedPositions
+from dpjax.models.stack import Buckets, Stack
 
 DROP_RATES, DRAWS = (0.0, 0.2, 0.9), 16
 TOKENS_A_BOUNDARY = 5
@@ -346,29 +347,31 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
   """Gradients of the middle layers of the pooling paper's model."""
   num_layers, num_heads, hidden_width = (2, 2, 32) if quick else (8, 8, 2048)
   sizes = ops.bucket_sizes(length + 1, 3 if quick else 5)
-  mixer = functools.partial(
-    attention_layers.RelativeAttention, num_heads=num_heads, max_length=length + 1
-  )
 
-  def make_stack() -> language_model.Stack:
-    parts = mixer(), layers.FeedForward(hidden_width, "gelu"), layers.Norm(), layers.Norm()
-    return language_model.Stack(num_layers, layers.Block(*parts))
+  def make_stack() -> Stack:
+    mixer = layers.RelativeAttention(num_heads=num_heads, max_length=length + 1)
+    block = layers.Block(
+      mixer,
+      layers.FeedForward(hidden_width, "gelu"),
+      mixer_norm=layers.Norm(),
+      feed_forward_norm=layers.Norm(),
+    )
+    return Stack(num_layers, (block,))
 
-  class Middle(language_model.nn.Module):
+  class Middle(nn.Module):
     """The layers with the positions that they share."""
 
-    middle: language_model.Stack
-    relative_positions: attention_layers.SharedPositions
+    middle: Stack
+    shared_positions: SharedPositions
     sizes: tuple[int, ...] = ()
 
     def __call__(self, x_bsd, needed):
-      positions = self.relative_positions(*x_bsd.shape[1:])
-      return self.middle(
-        x_bsd, positions=positions, bucket_sizes=self.sizes, required_length=needed
-      )
+      positions = self.shared_positions(*x_bsd.shape[1:])
+      context = layers.Context(positions=positions)
+      return self.middle(x_bsd, context, Buckets(self.sizes, needed))
 
   def make(sizes=()):
-    return Middle(make_stack(), attention_layers.SharedPositions(num_heads), sizes)
+    return Middle(make_stack(), SharedPositions(num_heads), sizes)
 
   count, inputs = jnp.asarray(needed, jnp.int32), draw(batch, length + 1, width)
   params = jax.jit(make().init)(jax.random.key(0), inputs[:, :2], count)

@@ -16,7 +16,8 @@ without custom kernels. Where PyTorch has a fused function for a formula it is u
                  the product with a Toeplitz matrix; or "fft" (not SHE)
   pooling        by the dense matrix that assigns tokens to segments
 
-Modules have the names of dpjax's parameters, settings those of `config.model`.
+Modules have the names of dpjax's parameters, with the number of the layer for `blocks_0`; settings
+have those of `config.model`.
 
 Sources: the Dispatcher, aclanthology.org/2022.clasp-1.3; the Extractors, arXiv:2308.07661;
 dynamic token pooling, arXiv:2211.09761; Transformer-XL, arXiv:1901.02860.
@@ -320,12 +321,12 @@ def run_blocks(layers, x_btd, make_positions):
   return x_btd
 
 
-def relative_positions(settings):
+def shared_positions(settings):
   is_relative = settings["mixer"]["name"] == "relative_attention"
   return RelativePositions(settings) if is_relative else None
 
 
-class Hourglass(nn.Module):
+class Stage(nn.Module):
   """Sec. 3 of the pooling paper: mean pooling between fixed positions or spaces."""
 
   def __init__(self, settings):
@@ -335,16 +336,14 @@ class Hourglass(nn.Module):
     if self.kind not in ("fixed", "whitespace"):
       raise ValueError(f"boundaries: expected fixed or whitespace here, got {self.kind}")
     self.first = blocks(settings, settings["first"]["num_layers"])
-    longer = settings | {"max_length": settings["max_length"] + 1}
-    self.middle = blocks(longer, settings["num_layers"])
     self.last = blocks(settings, settings["last"]["num_layers"])
     self.null_group = nn.Parameter(torch.randn(settings["width"]))
-    self.middle_norm = layer_norm(settings)
-    self.relative_positions = relative_positions(settings)
+    self.inner_norm = layer_norm(settings)
+    self.shared_positions = shared_positions(settings)
 
-  def forward(self, x_btd, tokens_bt):
-    """[B, T, D] -> [B, T, D]."""
-    h_btd = run_blocks(self.first, x_btd, self.relative_positions)
+  def forward(self, x_btd, tokens_bt, layers):
+    """[B, T, D] -> [B, T, D], with `layers` on the segments."""
+    h_btd = run_blocks(self.first, x_btd, self.shared_positions)
     b_bt = self.find_boundaries(tokens_bt)
     ended_bt = b_bt.cumsum(dim=1)
     # Token t is in segment i if i segments ended before it; the last one is not closed.
@@ -353,12 +352,12 @@ class Hourglass(nn.Module):
     weights_bts = member_bts / member_bts.sum(dim=1, keepdim=True).clamp(min=1)
     s_bsd = torch.einsum("bts,btd->bsd", weights_bts, h_btd)
     null_b1d = self.null_group.to(s_bsd.dtype).expand(len(s_bsd), 1, -1)
-    s_bsd = self.middle_norm(torch.cat([null_b1d, s_bsd], dim=1))
-    s_bsd = run_blocks(self.middle, s_bsd, self.relative_positions)
+    s_bsd = self.inner_norm(torch.cat([null_b1d, s_bsd], dim=1))
+    s_bsd = run_blocks(layers, s_bsd, self.shared_positions)
     places = torch.arange(len(segments) + 1, device=tokens_bt.device)
     reads_bts = (ended_bt[..., None] == places).to(s_bsd.dtype)
     u_btd = torch.einsum("bts,bsd->btd", reads_bts, s_bsd)
-    return run_blocks(self.last, u_btd + h_btd, self.relative_positions)
+    return run_blocks(self.last, u_btd + h_btd, self.shared_positions)
 
   def find_boundaries(self, tokens_bt):
     """[B, T], 1 where a segment ends."""
@@ -424,10 +423,12 @@ class LanguageModel(nn.Module):
     self.embedding = Embedding(settings)
     self.is_pooled = settings["boundaries"]["name"] != "none"
     if self.is_pooled:
-      self.hourglass = Hourglass(settings)
+      self.stages_0 = Stage(settings)
+      longer = settings | {"max_length": settings["max_length"] + 1}
+      self.layers = blocks(longer, settings["num_layers"])
     else:
       self.layers = blocks(settings, settings["num_layers"])
-      self.relative_positions = relative_positions(settings)
+      self.shared_positions = shared_positions(settings)
     self.final_norm = layer_norm(settings) if settings["norm_position"] == "pre" else None
     self.logits = nn.Linear(settings["width"], settings["vocab_size"])
     embedding_init(self.logits.weight, settings)
@@ -438,9 +439,9 @@ class LanguageModel(nn.Module):
     """[B, T] token ids -> [B, T, V]."""
     x_btd = self.embedding(tokens_bt)
     if self.is_pooled:
-      x_btd = self.hourglass(x_btd, tokens_bt)
+      x_btd = self.stages_0(x_btd, tokens_bt, self.layers)
     else:
-      x_btd = run_blocks(self.layers, x_btd, self.relative_positions)
+      x_btd = run_blocks(self.layers, x_btd, self.shared_positions)
     if self.final_norm is not None:
       x_btd = self.final_norm(x_btd)
     return self.logits(x_btd)

@@ -373,6 +373,7 @@ def train_dpjax(
 
   from dpjax import interop
   from dpjax.config import Train
+  from dpjax.models import PoolingHints
   from dpjax.models.build import build_boundaries, build_model
   from dpjax.training import losses
   from dpjax.training.trainer import Trainer, TrainState
@@ -391,7 +392,7 @@ def train_dpjax(
 
   @jax.jit
   def train(state, batch, noise):
-    apply = partial(model.apply, boundary_noise=noise)
+    apply = partial(model.apply, pooling=PoolingHints(noise=noise))
     trainer = Trainer(types.SimpleNamespace(apply=apply), Train(), len(rates), update, objective)
     return trainer.step(state, batch)
 

@@ -47,7 +47,7 @@ def to_params(arrays):
   for name, x in arrays.items():
     parts = name.split(".")
     index = next((int(part) for part in parts if part.isdigit()), None)
-    *path, leaf = (part for part in parts if not part.isdigit())
+    *path, leaf = ("blocks_0" if part.isdigit() else part for part in parts)
     if leaf == "weight" and path[-1] == "tokens":
       leaf = "embedding"
     elif leaf == "weight":
