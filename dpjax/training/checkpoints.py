@@ -272,7 +272,8 @@ def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
     if worst == 2:
       raise UserError(f"workdir: another process could not read {path}; see that process's log")
     if stored is not None and not worst:
-      if [int(number) for number in fingerprints(stored.tree)] == stored.fingerprints:
+      # The order depends on the names, and on the optimizer's fields.
+      if sorted(int(number) for number in fingerprints(stored.tree)) == stored.fingerprints:
         return path, _join(stored, target), stored.meta
     reason = f"{type(error).__name__}: {error}" if error else "other fingerprints than its arrays"
     reason = reason.split("\n")[0][:200]
@@ -298,7 +299,7 @@ class _Stored(NamedTuple):
   tree: Any  # with the names of the version that wrote it
   parts: dict[str, list[str]]  # see `names.find_parts`
   meta: dict
-  fingerprints: list[int]
+  fingerprints: list[int]  # sorted
 
 
 def _join(stored: _Stored, target: dict) -> dict:
@@ -338,15 +339,17 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
   handler = ocp.PyTreeCheckpointHandler()
   tree: Any = handler.metadata(path / "state").tree
   pairs = zip(jax.tree.leaves(tree), meta["fingerprints"], strict=True)
-  saved = {leaf.name: (leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target}
+  # Only the order of the fields is that of the fingerprints.
+  pairs = [(leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target]
+  saved = {leaf.name: leaf for leaf, _ in pairs}
   tree = {field: each for field, each in tree.items() if field in target}
   target = _storable(target)
   expected = names.by_name(target)
   parts = names.find_parts(saved, expected)
   arrays = {}
   for name, each in parts.items():
-    shape = names.joined_shape([saved[part][0].shape for part in each])
-    arrays[name] = f"{np.dtype(saved[each[0]][0].dtype)} {list(shape)}"
+    shape = names.joined_shape([saved[part].shape for part in each])
+    arrays[name] = f"{np.dtype(saved[each[0]].dtype)} {list(shape)}"
   message = f"workdir: expected a checkpoint of this model, got another in {path}"
   check_arrays(arrays, describe_arrays(target), message)
   abstract = {}
@@ -354,13 +357,13 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
     x = expected[name]
     abstract[each[0]] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     for part in each if len(each) > 1 else ():
-      shape = saved[part][0].shape
+      shape = saved[part].shape
       abstract[part] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=_replicated(x.sharding))
   tree = jax.tree.map(lambda leaf: abstract[leaf.name], tree)
   restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
   options = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
   tree = handler.restore(path / "state", args=options)
-  return _Stored(tree, parts, meta, [fingerprint for _, fingerprint in saved.values()])
+  return _Stored(tree, parts, meta, sorted(fingerprint for _, fingerprint in pairs))
 
 
 def _replicated(sharding: Sharding) -> Sharding:

@@ -1,8 +1,9 @@
 """Learning rates and update rules, for the names in `dpjax.config.registry`."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -397,23 +398,37 @@ def kernel_axes(model: nn.Module) -> dict[tuple[str, ...], contrib.MuonDimension
     module = context.module
     if module.scope is not None and module.is_initializing():
       kernel = module.get_variable("params", "kernel")
-      features = module.features if isinstance(module, nn.DenseGeneral) else 1
-      num_outputs = len(features) if isinstance(features, tuple | list) else 1
-      if isinstance(module, nn.DenseGeneral) or getattr(kernel, "ndim", 0) == 2:
+      if isinstance(module, nn.DenseGeneral):
+        features = module.features
+        num_outputs = 1 if isinstance(features, int) else len(features)
         seen[(*module.path, "kernel")] = kernel.shape, num_outputs
+      elif getattr(kernel, "ndim", 0) == 2:
+        seen[(*module.path, "kernel")] = kernel.shape, 1
     return result
 
   with nn.intercept_methods(look):
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+  arrays = {tuple(_names(path)): x for path, x in jax.tree.leaves_with_path(params)}
   axes = {}
-  for path, x in jax.tree.leaves_with_path(params):
-    names = tuple(_names(path))
-    shape, num_outputs = seen.get(names, ((), 0))
+  for full_path, (shape, num_outputs) in seen.items():
+    path = _find_path(full_path, arrays)
+    if path is None or path[0] in ("embedding", "logits"):
+      continue
+    x = arrays[path]
     first = x.ndim - len(shape)
     last = x.ndim - num_outputs
-    is_inner = shape and x.shape[first:] == shape and names[0] not in ("embedding", "logits")
-    if is_inner and 1 not in (math.prod(x.shape[first:last]), math.prod(x.shape[last:])):
-      axes[names] = contrib.MuonDimensionNumbers(
+    sizes = math.prod(x.shape[first:last]), math.prod(x.shape[last:])
+    if x.shape[first:] == shape and 1 not in sizes:
+      axes[path] = contrib.MuonDimensionNumbers(
         reduction_axis=tuple(range(first, last)), output_axis=tuple(range(last, x.ndim))
       )
   return axes
+
+
+def _find_path(path: tuple[str, ...], arrays: Container[tuple[str, ...]]) -> tuple[str, ...] | None:
+  """The path of an array, which `nn.share_scope` shortens; None if there is no such array."""
+  for size in range(len(path), 0, -1):
+    for shorter in itertools.combinations(path, size):
+      if shorter in arrays:
+        return shorter
+  return None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from optax import contrib
 
 import dpjax
@@ -106,36 +107,77 @@ def stacked_params():
 
 
 def test_muon_takes_each_layers_matrix_and_leaves_the_rest_to_adam():
-  params = stacked_params()
-  grads = jax.tree.map(lambda x: x**2 - 0.5, params)
+  model = dpjax.build_model(helpers.model_settings("attention", num_layers=3))
+  params = helpers.draw_params(model, seed=3, spread=0.3)
+  grads = jax.tree.map(lambda x: jnp.cos(9 * x), params)
 
   def update_once(name, **settings):
-    rule = optimizers.make_optimizer(name, 0.1, **settings)
+    rule = optimizers.make_optimizer(name, 0.1, model=model, **settings)
     return jax.jit(lambda grads: rule.update(grads, rule.init(params), params)[0])(grads)
 
   updates, of_adam = update_once("muon"), update_once("adam", nesterov=True)
   same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, atol=1e-6)), updates, of_adam)
-  mixer = same["layers"].pop("mixer")
-  assert not mixer.pop("out")["kernel"] and not mixer["queries_keys_values"].pop("kernel")
-  assert not same["layers"].pop("feed_forward")["hidden"]["kernel"]
+  mixer = same["layers"]["blocks_0"].pop("mixer")
+  assert not mixer.pop("out").pop("kernel")
+  assert not mixer["queries_keys_values"].pop("kernel")
+  network = same["layers"]["blocks_0"]["feed_forward"]
+  assert not network["hidden"].pop("kernel") and not network["out"].pop("kernel")
   assert all(jax.tree.leaves((same, mixer)))
   # Each layer alone: an orthogonal matrix has singular values of about one size.
   for layer in range(3):
-    values = np.linalg.svd(updates["layers"]["mixer"]["out"]["kernel"][layer])[1]
+    kernel = updates["layers"]["blocks_0"]["mixer"]["out"]["kernel"][layer]
+    values = np.linalg.svd(kernel)[1]
     assert values.max() < 2 * values.min(), values
 
 
-POOLING, STACK = "hourglass/(middle/)?", r"(first|last|middle)/((period|rest)/place_\d+/)?"
-STAGES = "hourglass/", "hourglass/middle/"
+class ScannedModel(nn.Module):
+  """A user's model, with the names of dpjax's: a scan over layers, and attention in a list."""
+
+  def setup(self):
+    scan = nn.scan(Linear, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    self.embedding = nn.Embed(11, 24)
+    self.layers = Attentions()
+    self.scanned = scan()
+
+  def __call__(self, tokens, *, deterministic):
+    x, _ = self.scanned(self.layers(self.embedding(tokens)), None)
+    return helpers.Output(x)
+
+
+class Attentions(nn.Module):
+  def setup(self):
+    self.blocks = [nn.MultiHeadDotProductAttention(4), nn.Conv(24, (5,))]
+
+  def __call__(self, x):
+    return self.blocks[1](self.blocks[0](x))
+
+
+class Linear(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return nn.Dense(24, name="linear")(x), None
+
+
+def test_the_layers_of_a_users_model_know_the_axes_of_their_kernels():
+  inputs, outputs = ((0,), (1, 2)), ((0, 1), (2,))  # [D, H, E], and back
+  expected = {("layers", "blocks_0", name, "kernel"): inputs for name in ("query", "key", "value")}
+  expected |= {("layers", "blocks_0", "out", "kernel"): outputs}
+  expected |= {("scanned", "linear", "kernel"): ((1,), (2,))}  # [layers, in, out]
+  axes = optimizers.kernel_axes(ScannedModel())
+  assert {name: tuple(x) for name, x in axes.items()} == expected
+
+
+STAGE = r"stages_\d/"
+STACK = rf"({STAGE}(first|last)|layers)/blocks_\d+/"
 # Of a model with everything: the first of the axes that Muon takes, or None; whether it decays.
 MASKS = [
   ("embedding/.*", None, False),
   ("logits/kernel", None, True),
-  (f"{POOLING}{STACK}(mixer|feed_forward)/[a-z_]+/kernel", 1, True),
-  (f"{POOLING}{STACK}mixer/taps", None, True),
-  (f"{POOLING}boundary_predictor/(hidden|residual)/kernel", 0, True),
-  (f"{POOLING}boundary_predictor/(out/kernel|query|key)", None, True),  # out: [F, 1]
-  (f"{POOLING}middle_(in|out)", None, True),
+  (f"{STACK}(mixer|feed_forward)/[a-z_]+/kernel", 1, True),
+  (f"{STACK}mixer/taps", None, True),
+  (f"{STAGE}boundaries/(hidden|residual)/kernel", 0, True),
+  (f"{STAGE}boundaries/(out/kernel|query|key)", None, True),  # out: [F, 1]
+  (f"{STAGE}(widen|narrow)", None, True),
   (".*(scale|gain|bias|a_log|skip|null_group)", None, False),
 ]
 
@@ -150,23 +192,22 @@ def test_masks_of_a_model_with_everything():
   )
   config.middle = dpjax.config.middle(inner, width=8)
   config.first.mixer = every[3]
-  init = dpjax.build_model(config).init
-  params = jax.eval_shape(init, jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
+  model = dpjax.build_model(config)
+  params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
   arrays = {
     jax.tree_util.keystr(path, simple=True, separator="/"): x
     for path, x in jax.tree.leaves_with_path(params)
   }
   rows = {name: next(x for x in MASKS if re.fullmatch(x[0], name)) for name in arrays}
   assert {*rows.values()} == {*MASKS}
-  axes = jax.tree.leaves(optimizers._matrices(params), is_leaf=lambda x: not isinstance(x, dict))
+  axes = optimizers.kernel_axes(model)
   decays = jax.tree.leaves(optimizers.decays(params))
-  for (name, x), of_muon, is_decayed in zip(arrays.items(), axes, decays, strict=True):
+  for (name, x), is_decayed in zip(arrays.items(), decays, strict=True):
     _, first, expected = rows[name]
-    others = None if first is None else (first, tuple(range(first + 1, x.ndim)))
+    others = None if first is None else ((first,), tuple(range(first + 1, x.ndim)))
+    of_muon = axes.get(tuple(name.split("/")))
     assert (of_muon and tuple(of_muon)) == others, name
     assert is_decayed == expected, name
-    stage = sum(name.startswith((f"{x}middle", f"{x}null_group")) for x in STAGES)
-    assert optimizers._stage(name.split("/")) == stage, name
 
 
 def test_what_is_frozen_stays_and_has_no_part_in_the_others():
@@ -178,13 +219,13 @@ def test_what_is_frozen_stays_and_has_no_part_in_the_others():
   # What else has that name is trained.
   out, trained = jnp.array([1.0, -2.0, 3.0]), stacked_params()
   trained |= {"frozen": {"frozen": jnp.array([[4.0, 0.5]])}}
-  params = trained | {"hourglass": {"boundary_predictor": {"out": out, "frozen": dict(trained)}}}
-  without = trained | {"hourglass": {"boundary_predictor": {"out": out}}}
+  params = trained | {"stages_0": {"boundaries": {"out": out, "frozen": dict(trained)}}}
+  without = trained | {"stages_0": {"boundaries": {"out": out}}}
   states = update.init(params), of_others.init(without)
   for _ in range(2):
     chex.assert_trees_all_equal(*states)  # no moments
     updates, state = jax.jit(update.update)(params, states[0], params)
-    frozen = updates["hourglass"]["boundary_predictor"].pop("frozen")
+    frozen = updates["stages_0"]["boundaries"].pop("frozen")
     chex.assert_trees_all_equal(frozen, jax.tree.map(jnp.zeros_like, trained))
     expected, other_state = jax.jit(of_others.update)(without, states[1], without)
     # Nor in the norm that clipping measures.
@@ -212,11 +253,12 @@ def test_weight_decay_of_matrices_alone_is_that_of_optax_with_a_mask():
 
 def staged_params():
   """Two stages of pooling, as models have them, with the stage of each parameter."""
-  inner = {"first": {"k": 1}, "boundary_predictor": {"query": 1}, "null_group": 2}
-  inner |= {"middle": {"layers": {"kernel": 2}}, "middle_in": 2, "last": {"middle": 1}}
-  outer = {"middle": inner, "middle_norm": {"scale": 1}, "middle_out": 1, "first": {"kernel": 0}}
-  outer |= {"boundary_predictor": {"residual": {"kernel": 0}}, "null_group": 1, "last": {"k": 0}}
-  stages = {"hourglass": outer, "logits": {"kernel": 0}, "embedding": {"middle": 0}}
+  inner = {"first": {"k": 1}, "boundaries": {"query": 1}, "null_group": 2, "padding": 2}
+  inner |= {"widen": 2, "last": {"widen": 1}, "shared_positions": {"bias": 1}}
+  outer = {"inner_norm": {"scale": 1}, "narrow": 1, "first": {"kernel": 0}}
+  outer |= {"boundaries": {"residual": {"kernel": 0}}, "null_group": 1, "last": {"layers": 0}}
+  stages = {"stages_0": outer, "stages_1": inner, "layers": {"blocks_0": {"kernel": 2}}}
+  stages |= {"shared_positions": {"bias": 2}, "logits": {"kernel": 0}, "embedding": {"narrow": 0}}
   return jax.tree.map(lambda _: jnp.ones((3, 5)), stages), stages
 
 
