@@ -104,10 +104,11 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
     by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, factors.keys)
     by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, factors.content_queries)
     by_relative = grads.relative
-    if inputs.relative is not None:
+    if inputs.relative is not None and factors.relative is not None:
+      position_queries, positions = factors.relative
       by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, factors.positions)
-      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, factors.position_queries)
+      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, positions)
+      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, position_queries)
       by_positions, by_content, by_position = grads.relative
       start = _first_distance(inputs.relative[0], i, j, size)
       more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
@@ -140,12 +141,11 @@ _attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
 
 
 class _Factors(NamedTuple):
-  """The factors of a tile's scores; the last two are None without positions."""
+  """The factors of a tile's scores."""
 
   content_queries: jax.Array
   keys: jax.Array
-  position_queries: jax.Array | None = None
-  positions: jax.Array | None = None
+  relative: tuple[jax.Array, jax.Array] | None = None  # queries [H, B, Q, E], positions [H, R, E]
 
 
 def _tile_scores(inputs: _Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
@@ -157,15 +157,13 @@ def _tile_scores(inputs: _Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array,
   else:
     positions, content_bias, position_bias = inputs.relative
     start = _first_distance(positions, i, j, size)
-    factors = _Factors(
-      queries_hbqe + content_bias[:, None, None],
-      keys_hbse,
-      queries_hbqe + position_bias[:, None, None],
-      lax.dynamic_slice_in_dim(positions, start, 2 * size, 1),
-    )
+    content_queries = queries_hbqe + content_bias[:, None, None]
+    position_queries = queries_hbqe + position_bias[:, None, None]
+    positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
+    factors = _Factors(content_queries, keys_hbse, (position_queries, positions_hre))
   scores_hbqs = product("hbqe,hbse->hbqs", factors.content_queries, factors.keys)
-  if inputs.relative is not None:
-    by_distance_hbqr = product("hbqe,hre->hbqr", factors.position_queries, factors.positions)
+  if factors.relative is not None:
+    by_distance_hbqr = product("hbqe,hre->hbqr", *factors.relative)
     scores_hbqs += _align_tile(by_distance_hbqr)
   index = jnp.arange(size, dtype=jnp.int32)
   lag_qs = index[:, None] + (i - j) * size - index[None]

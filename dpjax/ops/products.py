@@ -129,12 +129,16 @@ def sum_products(x: jax.Array, y: jax.Array, rows: jax.Array | None = None) -> j
 
 
 def promote(
-  inputs: jax.Array, *params: jax.Array | None, dtype: DTypeLike, inexact: bool = True
+  inputs: jax.Array,
+  kernel: jax.Array,
+  *biases: jax.Array | None,
+  dtype: DTypeLike,
+  inexact: bool = True,
 ) -> list[jax.Array | None]:
   """Flax's `promote_dtype`, except for inputs already rounded by `as_factor`."""
-  is_factor = inputs.dtype in LOW and inputs.dtype == factor_dtype(inputs, params[0])
+  is_factor = inputs.dtype in LOW and inputs.dtype == factor_dtype(inputs, kernel)
   inputs = inputs if is_factor else inputs.astype(dtype)
-  return [inputs, *(x if x is None else x.astype(dtype) for x in params)]
+  return [inputs, *(x if x is None else x.astype(dtype) for x in (kernel, *biases))]
 
 
 def dot_general(

@@ -197,15 +197,17 @@ def _run_chunks(size, rows: _Rows, state):
 
 
 def _forward(size, rows: _Rows, state):
-  padded, size, count = _pad(size, rows)
+  length = rows.x.shape[1]
+  size, count = _divide(length, size)
+  padded = rows.at_positions(lambda z: _pad(z, size * count))
   padded, first = pvary_like((padded, state.astype(rows.dtype)))
 
   def step(state, i):
-    y_bqhp, state = _chunk(_take(padded, i, size), state)
+    y_bqhp, state = _chunk(padded.at_positions(lambda z: _take(z, i, size)), state)
     return state, y_bqhp
 
   last, y_nbqhp = lax.scan(step, first, jnp.arange(count))
-  y_bthp = _join(y_nbqhp, rows.x.shape[1])
+  y_bthp = _join(y_nbqhp, length)
   return (y_bthp, last.astype(state.dtype)), (rows, state)
 
 
@@ -213,13 +215,13 @@ def _backward(size, residuals, grads):
   rows, state = residuals
   by_y, by_last = grads
   length = rows.x.shape[1]
-  chunk_size = size
-  padded, size, count = _pad(chunk_size, rows)
-  by_y, _, _ = _pad(chunk_size, by_y)
+  size, count = _divide(length, size)
+  padded = rows.at_positions(lambda z: _pad(z, size * count))
+  by_y = _pad(by_y, size * count)
   padded, by_y, first = pvary_like((padded, by_y, state.astype(rows.dtype)))
 
   def advance(state, i):
-    return _advance(_take(padded, i, size), state), state
+    return _advance(padded.at_positions(lambda z: _take(z, i, size)), state), state
 
   # First the state before each chunk; then, from the last chunk to the first, the gradients.
   _, before = lax.scan(advance, first, jnp.arange(count))
@@ -227,7 +229,7 @@ def _backward(size, residuals, grads):
   def step(carry, i_and_state):
     by_a, by_state = carry
     i, state = i_and_state
-    chunk = _take(padded, i, size)
+    chunk = padded.at_positions(lambda z: _take(z, i, size))
 
     def run(floats: _Rows, state):
       return _chunk(floats._replace(starts=chunk.starts), state)
@@ -248,28 +250,21 @@ def _backward(size, residuals, grads):
 _run_chunks.defvjp(_forward, _backward)
 
 
-def _pad(size: int, rows):
-  """Pads `_Rows`, or one array [B, T, ...], to whole chunks; padding has dt = 0.
-
-  Returns them, the positions of a chunk, at most T, and the number of chunks.
-  """
-  length = (rows.x if isinstance(rows, _Rows) else rows).shape[1]
+def _divide(length: int, size: int) -> tuple[int, int]:
+  """The positions of a chunk, at most T, and the number of chunks."""
   size = min(size, length)
-  count = -(-length // size)
-
-  def pad(z):
-    return jnp.pad(z, ((0, 0), (0, count * size - length)) + ((0, 0),) * (z.ndim - 2))
-
-  return (rows if count * size == length else _at_positions(pad, rows)), size, count
+  return size, -(-length // size)
 
 
-def _take(rows, i, size: int):
-  """Chunk i of `_Rows`, or of one array."""
-  return _at_positions(lambda z: lax.dynamic_slice_in_dim(z, i * size, size, 1), rows)
+def _pad(z: jax.Array, length: int) -> jax.Array:
+  """Rows of a length; padding has dt = 0."""
+  missing = length - z.shape[1]
+  return jnp.pad(z, ((0, 0), (0, missing)) + ((0, 0),) * (z.ndim - 2)) if missing else z
 
 
-def _at_positions(function, rows):
-  return rows.at_positions(function) if isinstance(rows, _Rows) else function(rows)
+def _take(z: jax.Array, i, size: int) -> jax.Array:
+  """Chunk i of rows."""
+  return lax.dynamic_slice_in_dim(z, i * size, size, 1)
 
 
 def _join(chunks: jax.Array, length: int) -> jax.Array:
