@@ -60,6 +60,7 @@ def test_without_its_base_a_case_is_no_case():
   ("name", "parts"),
   [
     ("ops", "shift_and_sum,lengths,attention,state_space,local,pooling"),
+    ("backend", "opaque,row,complex"),
     ("step", "hourglass"),
     ("generation", "operators,models,pooling"),
   ],
