@@ -144,7 +144,7 @@ class Stack(nn.Module):
   def unstack(self, params: Params) -> tuple["UnstackedStack", Params]:
     """The stack with arrays of their own for each layer, and its parameters, copied."""
     period = len(self.blocks)
-    blocks = tuple(self.blocks[i % period].clone() for i in range(self.num_layers))
+    blocks = tuple(self.blocks[i % period] for i in range(self.num_layers))
     layers = {}
     for i in range(self.num_layers):
       layers[f"blocks_{i}"] = take_layer(params[f"blocks_{i % period}"], i // period)
@@ -202,9 +202,12 @@ class UnstackedStack(Stack):
   ) -> tuple[jax.Array, tuple[Cache, ...]]:
     """See `Stack.step`."""
     x_btd = self.cast_residual(x_btd)
+    blocks, params = self._unbound_blocks()
     new = []
-    for block, cache in zip(self.blocks, caches, strict=True):
-      x_btd, cache = block.step(x_btd, cache, context)
+    for block, layer, cache in zip(blocks, params, caches, strict=True):
+      # A pure function: several layers may have the same block, which Flax would give parameters
+      # of its own only once.
+      x_btd, cache = block.apply({"params": layer}, x_btd, cache, context, method="step")
       new.append(cache)
     return x_btd if self.out_norm is None else self.out_norm(x_btd), tuple(new)
 

@@ -88,7 +88,7 @@ CASES = {
 }
 DEFAULT = ("modern", "in turn in the middle")
 SEEDS = {"routing": 6}  # With these parameters no boundary is close to a tie.
-BY_LAYER = ("unigram", "entropy")  # steps with `unstack`ed parameters
+BY_LAYER = ("in turn in the middle", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
 def balance(params, output):
