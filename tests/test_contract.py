@@ -1,6 +1,5 @@
 """The contract of `dpjax.layers.mixer.Mixer`, for every mixer; a new one is a new row."""
 
-import itertools
 from functools import partial
 
 import jax
@@ -24,11 +23,11 @@ LEVELS = dict(dropout="level_dropout")
 WEIGHTS = dict(dropout="dropout")
 # Of every mixer what `check_mixer` must know.
 MIXERS = {
-  "dispatcher": (partial(Dispatcher, HEADS), LEVELS),
-  "dispatcher_multihead": (partial(MultiHeadDispatcher, HEADS), LEVELS),
-  "attention": (partial(SelfAttention, HEADS), WEIGHTS),
-  "relative_attention": (partial(RelativeAttention, HEADS), WEIGHTS),
-  "local_attention": (partial(LocalAttention, HEADS, window=4), WEIGHTS | {"reach": 4}),
+  "dispatcher": (partial(Dispatcher, num_heads=HEADS), LEVELS),
+  "dispatcher_multihead": (partial(MultiHeadDispatcher, num_heads=HEADS), LEVELS),
+  "attention": (partial(SelfAttention, num_heads=HEADS), WEIGHTS),
+  "relative_attention": (partial(RelativeAttention, num_heads=HEADS), WEIGHTS),
+  "local_attention": (partial(LocalAttention, num_heads=HEADS, window=4), WEIGHTS | {"reach": 4}),
   "short_convolution": (layers.ShortConvolution, {"reach": 3}),
   # A width at which no sum of gradients cancels to little more than its rounding.
   "mamba2": (partial(layers.Mamba2, state_width=5, head_width=4), {"width": 12}),
@@ -37,8 +36,8 @@ MIXERS = {
 # A base so small that no pair of features is nearly still.
 ROTARY = dict(num_heads=3, rotary_base=5.0)
 VARIANTS = {
-  "dispatcher of three levels": (partial(Dispatcher, HEADS, num_levels=3), {"reach": 8}),
-  "attention without biases": (partial(SelfAttention, HEADS, use_bias=False), {}),
+  "dispatcher of three levels": (partial(Dispatcher, num_heads=HEADS, num_levels=3), {"reach": 8}),
+  "attention without biases": (partial(SelfAttention, num_heads=HEADS, use_bias=False), {}),
   "rotary attention": (partial(SelfAttention, **ROTARY), {"width": 12}),
   "rotary local attention": (
     partial(LocalAttention, **ROTARY, window=4),
@@ -102,18 +101,6 @@ def test_the_table_of_built_in_mixers_is_complete():
   assert makers == {name: registry.mixers.component(name) for name in registry.mixers.names()}
 
 
-# Each mixer comes before one and behind another; two share one table of positions.
-IN_TURN = [*itertools.pairwise([*MIXERS, "dispatcher"]), 2 * ("relative_attention",)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("names", IN_TURN)
-def test_two_mixers_in_turn_keep_the_contract(names):
-  makers = tuple(MIXERS[name][0] for name in names)
-  relations = "chunks", "documents", "tokens"
-  testing.check_mixer(makers, relations=relations, width=12, max_length=MAX_LENGTH)
-
-
 def draw():
   return jnp.float32(np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH)))
 
@@ -133,10 +120,14 @@ def test_a_batch_may_be_empty(name):
 
 
 def test_starts_of_documents_with_a_cache_are_refused():
-  module, document_starts = Dispatcher(HEADS, MAX_LENGTH), np.eye(LENGTH, dtype=np.int32)[[0, 0]]
-  both = dict(document_starts=document_starts, cache=module.init_cache(BATCH, WIDTH))
+  module, document_starts = (
+    Dispatcher(num_heads=HEADS, max_length=MAX_LENGTH),
+    np.eye(LENGTH, dtype=np.int32)[[0, 0]],
+  )
+  cache = module.init_cache(BATCH, WIDTH)
+  context = layers.Context(document_starts=jnp.asarray(document_starts))
   with pytest.raises(ValueError, match="document_starts: expected None with a cache"):
-    module.init(jax.random.key(0), draw(), **both)
+    module.init(jax.random.key(0), draw(), cache, context, method="step")
 
 
 @pytest.mark.parametrize(
@@ -161,23 +152,8 @@ def test_a_layer_runs_the_chosen_implementation(layer, table, monkeypatch):
 
 
 @pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
-def test_a_dispatcher_skips_levels_with_a_cache_too(layer):
-  module = layer(HEADS, MAX_LENGTH, num_levels=4)
-  apply = partial(module.apply, {"params": draw_params(module)})
-  keep, cache = jnp.array([True, False, True, False]), module.init_cache(BATCH, WIDTH)
-
-  @jax.jit
-  def run(x):
-    return apply(x, level_keep=keep, cache=cache)[0], apply(x, level_keep=keep), apply(x)
-
-  cached, whole, with_all = run(draw())
-  np.testing.assert_allclose(cached, whole, rtol=1e-5, atol=1e-5)
-  assert not np.allclose(with_all, whole, atol=1e-3)
-
-
-@pytest.mark.parametrize("layer", [Dispatcher, MultiHeadDispatcher])
 def test_only_the_later_dispatcher_never_skips_level_0(layer):
-  module = layer(HEADS, MAX_LENGTH, level_dropout=0.9)
+  module = layer(num_heads=HEADS, max_length=MAX_LENGTH, level_dropout=0.9)
   params = draw_params(module)
 
   @jax.jit
@@ -200,4 +176,4 @@ def test_only_the_later_dispatcher_never_skips_level_0(layer):
 
 def test_heads_divide_the_width():
   with pytest.raises(ValueError, match="^num_heads: expected a divisor of the width 6, got 4"):
-    layers.Dispatcher(4, MAX_LENGTH).init(jax.random.key(0), draw())
+    layers.Dispatcher(num_heads=4, max_length=MAX_LENGTH).init(jax.random.key(0), draw())

@@ -95,9 +95,9 @@ class Dispatcher(Mixer):
 
   def _project(self, y_bthe: jax.Array) -> jax.Array:
     """[B, T, H, E] -> [B, T, D]."""
-    batch, length, _, features = y_bthe.shape
+    batch, length, heads, features = y_bthe.shape
     y_bthe = linear(self, features, "out", scale=self.out_scale)(y_bthe)
-    return y_bthe.reshape(batch, length, -1)
+    return y_bthe.reshape(batch, length, heads * features)
 
 
 class MultiHeadDispatcher(Dispatcher):

@@ -72,7 +72,7 @@ def test_logits_loss_every_gradient_and_back(case):
 )
 def test_the_layer_alone_and_its_level_dropout(case, implementation):
   golden = helpers.golden(case)
-  layer = dispatcher.Dispatcher(1, 16, implementation=implementation)
+  layer = dispatcher.Dispatcher(num_heads=1, max_length=16, implementation=implementation)
   names = dict(values="linear_in", gates="internal_attention", out="linear_out")
   params = {k: {"kernel": golden[f"param/{name}.weight"].T} for k, name in names.items()}
   level_keep = golden["in/uniform"] >= 0.5 if "in/uniform" in golden else None

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from dpjax.layers import Context
 from dpjax.layers.attention import RelativeAttention, SharedPositions
 from tests.reference.exact import normal
 
@@ -11,7 +12,7 @@ BATCH, LENGTH, MAX_LENGTH, HEADS, WIDTH = 2, 5, 7, 3, 12
 
 
 def test_alone_is_as_with_shared_positions():
-  layer, distances = RelativeAttention(HEADS, MAX_LENGTH), LENGTH + 4
+  layer, distances = RelativeAttention(num_heads=HEADS, max_length=MAX_LENGTH), LENGTH + 4
   inputs, weights = normal(BATCH, LENGTH, WIDTH), normal(BATCH, LENGTH, WIDTH, seed=1)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), inputs)["params"]
   leaves, tree = jax.tree.flatten(shapes)
@@ -25,7 +26,7 @@ def test_alone_is_as_with_shared_positions():
     positions = SharedPositions(HEADS).apply({"params": params["positions"]}, distances, WIDTH)
     assert positions.table.shape == (distances, WIDTH)
     rest = {name: leaf for name, leaf in params.items() if name != "positions"}
-    return layer.apply({"params": rest}, inputs, positions=positions)
+    return layer.apply({"params": rest}, inputs, Context(positions=positions))
 
   @jax.jit
   def run(params, inputs):
@@ -43,7 +44,10 @@ def test_alone_is_as_with_shared_positions():
 @pytest.mark.parametrize(
   "module, arguments",
   [
-    (RelativeAttention(HEADS, MAX_LENGTH, position_dropout=0.5), [normal(BATCH, LENGTH, WIDTH)]),
+    (
+      RelativeAttention(num_heads=HEADS, max_length=MAX_LENGTH, position_dropout=0.5),
+      [normal(BATCH, LENGTH, WIDTH)],
+    ),
     (SharedPositions(HEADS, 0.5), [LENGTH, WIDTH]),
   ],
 )

@@ -10,12 +10,14 @@ from dpjax.layers import block as block_lib
 
 def test_branches_are_summed_in_the_wider_dtype():
   norm = layers.Norm("rms_norm", jnp.bfloat16)
-  block = layers.Block(layers.ShortConvolution(5, dtype=jnp.bfloat16), None, norm, None, True)
+  block = layers.Block(
+    layers.ShortConvolution(max_length=5, dtype=jnp.bfloat16), None, norm, None, True
+  )
   inputs = jnp.float32(np.random.default_rng(0).standard_normal((2, 5, 6)))
   params = jax.tree.map(jnp.zeros_like, block.init(jax.random.key(0), inputs)["params"])
   assert params.keys() == {"mixer", "mixer_norm"}  # one branch, which gives 0
-  apply = models.Stack(1, block, residual_dtype=jnp.float32).apply
-  layer = {"params": jax.tree.map(lambda x: x[None], params)}
+  apply = models.Stack(1, (block,), residual_dtype=jnp.float32).apply
+  layer = {"params": {"blocks_0": jax.tree.map(lambda x: x[None], params)}}
   np.testing.assert_array_equal(apply(layer, inputs), inputs)
   output = apply(layer, inputs.astype(jnp.bfloat16))
   assert output.dtype == jnp.float32
@@ -30,7 +32,7 @@ def test_gelu_is_by_erf():
 
 def test_each_branch_drops_features_of_its_own_before_they_are_added():
   # Biases of the network's output alone: each branch is a known constant, or dropped.
-  parts = layers.ME(3), layers.FeedForward(11), layers.Norm(), layers.Norm()
+  parts = layers.ME(max_length=3), layers.FeedForward(11), layers.Norm(), layers.Norm()
   block, inputs = layers.Block(*parts, is_pre_norm=True, dropout=0.5), jnp.zeros((13, 1, 6))
   shapes = jax.eval_shape(block.init, jax.random.key(0), inputs)["params"]
   params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)

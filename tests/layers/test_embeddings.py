@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpjax.layers import embeddings
+from dpjax.layers import Context, embeddings
 
 VOCAB, WIDTH, MAX_LENGTH = 11, 6, 7
 TOKENS = np.array([[3, 10, 0, 3, 7], [5, 1, 2, 8, 4]])
@@ -59,7 +59,7 @@ def positions_from(start, positions="sinusoidal", width=WIDTH, length=5):
   def rows(start):
     variables = layer.init(jax.random.key(0), tokens)["params"]
     variables["tokens"] = jax.tree.map(jnp.zeros_like, variables["tokens"])
-    return layer.apply({"params": variables}, tokens, num_before=start), variables
+    return layer.apply({"params": variables}, tokens, Context(num_before=start)), variables
 
   return rows(jnp.asarray(start, jnp.int32))
 

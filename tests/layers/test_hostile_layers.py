@@ -27,7 +27,7 @@ LAYERS = [
   (layers.FeedForward, dict(hidden_width=5, out_width=4), dict(inputs=X)),
   (
     layers.Block,
-    dict(mixer=layers.ME(9), feed_forward=layers.FeedForward(5))
+    dict(mixer=layers.ME(max_length=9), feed_forward=layers.FeedForward(5))
     | dict(mixer_norm=layers.Norm(), feed_forward_norm=layers.Norm()),
     dict(inputs=X),
   ),

@@ -30,19 +30,19 @@ ATTENTION = {"queries_keys_values.bias": ((3, WIDTH), 0), "out.kernel": SQUARE, 
 # All parameters of each layer, (shape, bound): U(-bound, bound), by the inputs of a matrix.
 LAYERS = [
   (
-    dispatcher.Dispatcher(3, 512),
+    dispatcher.Dispatcher(num_heads=3, max_length=512),
     {"values.kernel": PER_HEAD, "gates.kernel": ((34, 9), 34**-0.5), "out.kernel": PER_HEAD},
   ),
   (
-    dispatcher.MultiHeadDispatcher(3, 512),
+    dispatcher.MultiHeadDispatcher(num_heads=3, max_length=512),
     {"values.kernel": SQUARE, "gates.kernel": ((WIDTH, 27), SQUARE[1]), "out.kernel": SQUARE},
   ),
   (  # Xavier of the one matrix [D, 3D].
-    attention.SelfAttention(3, 512),
+    attention.SelfAttention(num_heads=3, max_length=512),
     ATTENTION | {"queries_keys_values.kernel": ((WIDTH, 3, WIDTH), (6 / (4 * WIDTH)) ** 0.5)},
   ),
   (
-    attention.RelativeAttention(3, 512),
+    attention.RelativeAttention(num_heads=3, max_length=512),
     ATTENTION
     | {"queries_keys_values.kernel": ((WIDTH, 3, WIDTH), WIDTH**-0.5)}
     | {"distances.kernel": SQUARE, "distances.bias": NONE}
@@ -54,20 +54,20 @@ LAYERS = [
     | {"out.kernel": ((HIDDEN, WIDTH), HIDDEN**-0.5), "out.bias": ((WIDTH,), HIDDEN**-0.5)},
   ),
   (
-    extractors.SHE(5),
+    extractors.SHE(max_length=5),
     {"taps": ((5, WIDTH, WIDTH), (5 * WIDTH) ** -0.5)}
     | {"adjustment.kernel": SQUARE, "out.kernel": SQUARE},
   ),
   (
-    extractors.HE(53),
+    extractors.HE(max_length=53),
     {"taps": ((53, WIDTH), 53**-0.5), "values.kernel": SQUARE}
     | {"adjustment.kernel": SQUARE, "out.kernel": SQUARE},
   ),
   (
-    extractors.WE(53),
+    extractors.WE(max_length=53),
     {"taps": ((53, WIDTH), 53**-0.5), "adjustment.kernel": SQUARE, "out.kernel": SQUARE},
   ),
-  (extractors.ME(999), {"taps": ((999,), 999**-0.5)}),
+  (extractors.ME(max_length=999), {"taps": ((999,), 999**-0.5)}),
   (
     embeddings.TokenAndPosition(71, WIDTH, 37, "learned"),
     {"tokens.embedding": ((71, WIDTH), 0.1), "positions": ((37, WIDTH), 0.1)},
@@ -82,7 +82,9 @@ def test_outputs_begin_smaller_on_request():
   params = init(block.FeedForward(HIDDEN, out_scale=0.5))
   is_uniform(params["hidden"]["kernel"], WIDTH**-0.5)
   is_uniform(params["out"]["kernel"], 0.5 * HIDDEN**-0.5)
-  out = init(attention.SelfAttention(3, 512, init_std=0.3, out_scale=0.1))["out"]["kernel"]
+  out = init(attention.SelfAttention(num_heads=3, max_length=512, init_std=0.3, out_scale=0.1))[
+    "out"
+  ]["kernel"]
   is_normal(out, 0.03)
 
 
