@@ -53,7 +53,7 @@ def pooled(first, tmp_path_factory):
 
 
 def frozen(run):
-  return run.params["hourglass"]["boundary_predictor"]["frozen"]
+  return run.params["stages_0"]["boundaries"]["frozen"]
 
 
 def assert_same_bits(one, other):
@@ -66,8 +66,8 @@ def test_training_changes_all_but_the_frozen_model(first, pooled):
   workdir, run, scores = pooled
   assert_same_bits(frozen(run), dpjax.load(first[0] / "a").params)
   drawn = run.model.init(jax.random.key(0), np.zeros((2, 3), int))["params"]
-  trained = run.params["hourglass"]["last"]["feed_forward"]
-  before = drawn["hourglass"]["last"]["feed_forward"]
+  trained = run.params["stages_0"]["last"]["blocks_0"]["feed_forward"]
+  before = drawn["stages_0"]["last"]["blocks_0"]["feed_forward"]
   assert not any(
     np.allclose(x, y, atol=1e-4)
     for x, y in zip(jax.tree.leaves(trained), jax.tree.leaves(before), strict=True)

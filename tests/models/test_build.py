@@ -58,8 +58,10 @@ def test_every_setting_arrives(mixer):
   config = settings(dpjax.config.mixer(mixer, **options), num_layers=3, **changes | SETTINGS)
   assert dpjax.build_model(config) == models.LanguageModel(
     *(11, 6, 13),
-    models.Stack(3, block(mixer, **options), remat=True, scan_layers=False),
-    relative_positions=positions(3) if mixer == "relative_attention" else None,
+    models.Hourglass(
+      models.Stack(3, (block(mixer, **options),), remat=True, scan_layers=False),
+      shared_positions=positions(3) if mixer == "relative_attention" else None,
+    ),
     **dict(positions="learned", tie_embeddings=True, dropout=0.1, use_bias=False),
     final_norm=norm(),
     **DRAWN,
@@ -79,17 +81,17 @@ def test_every_setting_of_the_pooling_arrives(boundaries, options, derived):
   section = dpjax.config.boundaries(boundaries, **options)
   config = settings("attention", section, num_layers=3, first=first, last=last, **SETTINGS)
   predictor = registry.boundaries.component(boundaries)(**options, **derived)
-  hourglass = models.Hourglass(
+  stage = models.Stage(
     width=6,
-    first=models.Stack(1, block("dispatcher")),
-    middle=models.Stack(3, block("attention", 14, num_heads=2)),
-    last=models.Stack(4, block("relative_attention", num_heads=2)),
-    boundary_predictor=predictor,
-    middle_norm=norm(),
-    relative_positions=positions(2),
+    first=models.Stack(1, (block("dispatcher"),)),
+    boundaries=predictor,
+    last=models.Stack(4, (block("relative_attention", num_heads=2),)),
+    inner_norm=norm(),
+    shared_positions=positions(2),
     **DRAWN,
   )
-  assert dpjax.build_model(config).hourglass == hourglass
+  layers_within = models.Stack(3, (block("attention", 14, num_heads=2),))
+  assert dpjax.build_model(config).core == models.Hourglass(layers_within, (stage,))
   assert build_boundaries(config) == (predictor,)
 
 
@@ -108,18 +110,19 @@ def test_the_settings_of_the_frame_arrive():
   bare = dpjax.config.mixer("dispatcher", has_feed_forward=False)
   config.first.update(mixer=(dpjax.config.mixer("me"), bare), num_layers=3)
   model = dpjax.build_model(config)
-  outer, inner = model.hourglass, model.hourglass.middle
+  outer, inner = model.core.stages
+  innermost = model.core.layers
   assert (model.final_norm, model.embedding_std) == (None, 0.7)
   for stage in (outer, inner):
-    assert stage.first_out_norm and stage.last_out_norm
+    assert stage.first.out_norm and stage.last.out_norm
     assert stage.first.residual_dtype == stage.last.residual_dtype == jnp.float32
-  assert outer.middle_out_norm is None and inner.middle_out_norm
-  assert (outer.pads_middle, outer.middle_width, inner.middle_width) == (True, 15, None)
+  assert innermost.out_norm
+  assert (outer.pads, outer.inner_width, inner.inner_width) == (True, 15, None)
   # Branches: 2 + 1 + 2 and 2 in the outer stage, 2 and 2 in the inner one, 4 innermost.
   network, none = (block.feed_forward for block in outer.first.blocks)
-  scales = network.out_scale, inner.first.block.mixer.out_scale, inner.middle.block.mixer.out_scale
-  assert none is None and scales == (7**-0.5, 11**-0.5, 15**-0.5)
-  assert [x.mixer.out_scale for x in outer.first.blocks] == [7**-0.5] * 2
+  within = [stack.blocks[0].mixer.out_scale for stack in (inner.first, innermost)]
+  assert none is None and network.out_scale == 7**-0.5 and within == [11**-0.5, 15**-0.5]
+  assert [mixer.out_scale for mixer in outer.first.mixers] == [7**-0.5] * 2
   plain = settings(norm_position="pre", stack_norms=True, residual_dtype="float32")
   assert dpjax.build_model(plain).final_norm is not None
 

@@ -47,9 +47,10 @@ def parts():
 def test_boundaries_are_those_of_the_frozen_models_entropies(parts):
   _, _, run, h, theta = parts
   output = run(TOKENS)
+  (stage,) = output.stages
   expected = ops.entropy_threshold(h, "combined", theta, THETA_ADD)
-  assert output.boundaries.dtype == jnp.int32 and 0.3 < expected.mean() < 0.45
-  np.testing.assert_array_equal(output.boundaries, expected)
+  assert stage.boundaries.dtype == jnp.int32 and 0.3 < expected.mean() < 0.45
+  np.testing.assert_array_equal(stage.boundaries, expected)
   # Rounding flips none.
   assert abs(h - theta).min() > 1e-4 and abs(np.diff(h, axis=1) - THETA_ADD).min() > 1e-4
   # Nothing later has a part in anything.
@@ -67,8 +68,8 @@ def test_chunks_say_what_the_whole_says(parts, schedule):
   output = run(TOKENS)
 
   def check_state(cache, seen):
-    state, rows = cache.layers.boundaries, seen > 0
-    for value, expected in ((state.entropy, h), (state.boundary, output.boundaries)):
+    state, rows = cache.core.stages[0].boundaries, seen > 0
+    for value, expected in ((state.entropy, h), (state.boundary, output.stages[0].boundaries)):
       last = np.take_along_axis(np.asarray(expected), seen[:, None] - 1, axis=1)[:, 0]
       np.testing.assert_allclose(value[rows], last[rows], atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 import dpjax
 from dpjax import ops
 from dpjax.config import registry
+from dpjax.models.stage import PoolingHints
 from tests import helpers
 
 BATCH, LENGTH, VOCAB, WIDTH = 3, 11, 7, 6
@@ -46,7 +47,9 @@ def test_no_capacity_changes_values_or_gradients():
     """(boundaries) -> gradients by all parameters, and logits."""
 
     def loss(params, boundaries):
-      logits = model.apply({"params": params}, TOKENS, boundaries=boundaries).logits
+      logits = model.apply(
+        {"params": params}, TOKENS, pooling=PoolingHints(boundaries=boundaries)
+      ).logits
       return jnp.sum(jnp.sin(logits)), logits
 
     return partial(jax.jit(jax.grad(loss, has_aux=True)), params)
@@ -61,14 +64,16 @@ def test_no_capacity_changes_values_or_gradients():
   # Without any segment the null group alone is read.
   grads, _ = results = at_capacity(0 * GIVEN)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results))
-  assert np.abs(grads["hourglass"]["null_group"]).max() > 1e-3
+  assert np.abs(grads["stages_0"]["null_group"]).max() > 1e-3
 
 
 def test_routing_begins_with_cosines_and_without_a_residual():
   model = make("routing")
-  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
-  assert params.keys() == {"first", "middle", "last", "boundary_predictor"}
-  predictor, h = model.hourglass.boundary_predictor, jnp.ones((BATCH, LENGTH, WIDTH))
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+  assert params.keys() >= {"layers", "stages_0"}
+  assert params["stages_0"].keys() == {"first", "last", "boundaries"}
+  predictor = model.core.stages[0].boundaries
+  h = jnp.ones((BATCH, LENGTH, WIDTH))
   output, routing = predictor.init_with_output(jax.random.key(0), h, TOKENS)
   for name in ("query", "key"):
     np.testing.assert_array_equal(routing["params"][name], np.eye(WIDTH))
@@ -89,16 +94,23 @@ def test_boundaries_of_the_caller_and_too_small_a_capacity():
   model = make("whitespace", num_buckets=1)
   apply = partial(jax.jit(model.apply), {"params": draw_params(model)}, TOKENS)
   by_rule = apply()
-  np.testing.assert_array_equal(by_rule.boundaries, TOKENS == SPACE)
+  boundaries = by_rule.stages[0].boundaries
+  np.testing.assert_array_equal(boundaries, TOKENS == SPACE)
   # Two programs: their sums may differ in the last bit.
-  assert_close(apply(boundaries=by_rule.boundaries).logits, by_rule.logits)
-  at_capacity = jax.jit(partial(model.apply, capacity=4))
-  output = at_capacity({"params": draw_params(model)}, TOKENS, boundaries=GIVEN)
-  np.testing.assert_array_equal(output.boundaries, GIVEN)
+  assert_close(apply(pooling=PoolingHints(boundaries=boundaries)).logits, by_rule.logits)
+
+  @jax.jit
+  def at_capacity(params, boundaries):
+    pooling = PoolingHints(capacity=4, boundaries=boundaries)
+    return model.apply({"params": params}, TOKENS, pooling=pooling)
+
+  output = at_capacity(draw_params(model), GIVEN)
+  np.testing.assert_array_equal(output.stages[0].boundaries, GIVEN)
   is_lost = GIVEN.cumsum(axis=1) >= 4
   assert list(is_lost.any(axis=1)) == [False, True, True]
   assert np.isnan(output.logits[is_lost]).all()
-  assert_close(output.logits[0], apply(boundaries=GIVEN).logits[0])
+  whole = apply(pooling=PoolingHints(boundaries=GIVEN))
+  assert_close(output.logits[0], whole.logits[0])
 
 
 def test_gumbel_draws_in_training_and_rounds_in_evaluation():
@@ -107,14 +119,15 @@ def test_gumbel_draws_in_training_and_rounds_in_evaluation():
 
   @jax.jit
   def evaluate():
-    output = model.apply(variables, TOKENS)
-    return output.boundaries, output.boundary_logits
+    (stage,) = model.apply(variables, TOKENS).stages
+    return stage.boundaries, stage.logits
 
   @partial(jax.jit, static_argnames="deterministic")
   def draw(seed, deterministic=False):
     rngs = {"dropout": jax.random.key(seed)}
     module = drawing if deterministic else model
-    return module.apply(variables, TOKENS, deterministic=deterministic, rngs=rngs).boundaries
+    output = module.apply(variables, TOKENS, deterministic=deterministic, rngs=rngs)
+    return output.stages[0].boundaries
 
   boundaries, logits = evaluate()
   np.testing.assert_array_equal(boundaries, logits > 0)
@@ -131,16 +144,17 @@ def test_gumbel_draws_in_training_and_rounds_in_evaluation():
   [
     ("whitespace", dict(boundaries=GIVEN[:2]), "boundaries: expected .*3 11"),
     ("whitespace", dict(boundaries=GIVEN + 1), "boundaries: expected zeros and ones"),
-    ("entropy", dict(boundary_noise=NOISE), "boundary_noise: expected none"),
+    ("entropy", dict(noise=NOISE), "noise: expected none"),
     ("fixed", dict(capacity=13), "capacity: expected 1 to T . 1 = 12, got 13"),
     ("none", dict(boundaries=GIVEN), "boundaries: expected none for a model without"),
   ],
 )
 def test_refusals(name, options, message):
   two = dict(num_layers=2)
+  pooling = PoolingHints(**options)
   model = make(name, changes=dict(first=two, last=two) if name == "none" else {})
   with pytest.raises(ValueError, match=message):
-    jax.eval_shape(lambda key: model.init(key, TOKENS, **options), jax.random.key(0))
+    jax.eval_shape(lambda key: model.init(key, TOKENS, pooling=pooling), jax.random.key(0))
 
 
 def test_only_the_middle_is_compiled_for_each_capacity():

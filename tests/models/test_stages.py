@@ -10,6 +10,7 @@ import pytest
 import dpjax
 from dpjax import ops
 from dpjax.models.build import build_boundaries
+from dpjax.models.stage import PoolingHints
 from dpjax.training import losses, metrics
 from tests import helpers
 
@@ -40,19 +41,20 @@ def pooled():
   params = helpers.draw_params(model, 6, 1 / 2)
   for name in ("mixer_norm", "feed_forward_norm"):
     # Without a direction that all vectors have in common.
-    norm = params["hourglass"]["first"][name]
+    norm = params["stages_0"]["first"]["blocks_0"][name]
     norm["bias"] = jnp.zeros_like(norm["bias"])
   apply = jax.jit(model.apply)
-  inner = apply({"params": params}, TOKENS).inner
+  _, inner = apply({"params": params}, TOKENS).stages
   # Of the segments that there are, as many end one more as do not.
-  logits = np.sort(np.asarray(inner.boundary_logits)[:, :8], axis=None)
-  out = params["hourglass"]["middle"]["boundary_predictor"]["out"]
+  logits = np.sort(np.asarray(inner.logits)[:, :8], axis=None)
+  out = params["stages_1"]["boundaries"]["out"]
   out["bias"] -= logits[len(logits) // 2 - 1 : len(logits) // 2 + 1].mean()
   output = apply({"params": params}, TOKENS)
-  assert (output.boundaries.sum(1) > 4).all()
+  outer, inner = output.stages
+  assert (outer.boundaries.sum(1) > 4).all()
   # Some of each in both stages, and rounding flips none.
-  assert 0 < int(output.inner.boundaries.sum()) < 0.8 * int(output.boundaries.sum())
-  for distance in (output.boundary_probabilities - 0.5, output.inner.boundary_logits):
+  assert 0 < int(inner.boundaries.sum()) < 0.8 * int(outer.boundaries.sum())
+  for distance in (outer.probabilities - 0.5, inner.logits):
     assert (abs(distance[distance != 0]) > 1e-4).all()  # 0: no segment.
   return model, params, partial(apply, {"params": params}), output
 
@@ -69,7 +71,8 @@ def test_two_stages_are_causal_and_the_same_in_any_batch(pooled):
   others[1] = TOKENS[1]
   np.testing.assert_allclose(apply(others).logits[1], full.logits[1], atol=1e-5)
   # What is no segment has no boundary, for which the innermost blocks would make room.
-  segments, inner = np.asarray(full.boundaries).sum(axis=1), np.asarray(full.inner.boundaries)
+  outer, inner = (np.asarray(stage.boundaries) for stage in full.stages)
+  segments = outer.sum(axis=1)
   assert not inner[np.arange(inner.shape[1]) >= segments[:, None]].any()
 
 
@@ -77,16 +80,17 @@ def test_two_stages_are_causal_and_the_same_in_any_batch(pooled):
 def test_a_cached_step_of_two_stages_keeps_the_shapes(pooled, chunk):
   model, params, *_ = pooled
   cache = model.init_cache(BATCH)
-  output = jax.eval_shape(model.apply, {"params": params}, TOKENS[:, :chunk], cache=cache)
+  step = partial(model.apply, method="step")
+  output, new = jax.eval_shape(step, {"params": params}, TOKENS[:, :chunk], cache)
   assert output.logits.shape == (BATCH, chunk, VOCAB)
-  assert jax.tree.map(jnp.shape, output.cache) == jax.tree.map(jnp.shape, cache)
+  assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, cache)
 
 
 @pytest.mark.slow
 def test_the_least_capacity_and_chunks_give_the_same(pooled):
   model, params, _, full = pooled
-  least = int(full.boundaries.sum(1).max()) + 1
-  at_least = jax.jit(partial(model.apply, capacity=least))({"params": params}, TOKENS)
+  least = PoolingHints(capacity=int(full.stages[0].boundaries.sum(1).max()) + 1)
+  at_least = jax.jit(partial(model.apply, pooling=least))({"params": params}, TOKENS)
   np.testing.assert_allclose(at_least.logits, full.logits, atol=1e-5)
   for schedule in helpers.SCHEDULES.values():
     helpers.check_chunks(model, model.unstack(params), TOKENS, full, schedule)
@@ -98,11 +102,10 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own(pooled):
   weights[1, 15:] = 0
   batch = dict(tokens=TOKENS, targets=TOKENS, weights=jnp.asarray(weights))
   sums = losses.Objective(build_boundaries(CONFIG)).sums(output, batch)
-  segments, inner = (np.asarray(output.boundaries) * weights).sum(axis=1), output.inner
+  outer, inner = output.stages
+  segments = (np.asarray(outer.boundaries) * weights).sum(axis=1)
   is_segment = np.arange(inner.boundaries.shape[1]) < segments[:, None]
-  ratio = ops.ratio_loss(
-    output.boundaries, output.boundary_probabilities, 4.5, weights=jnp.asarray(weights)
-  )
+  ratio = ops.ratio_loss(outer.boundaries, outer.probabilities, 4.5, weights=jnp.asarray(weights))
   of_rows = ops.binomial_prior_loss(inner.boundaries, 0.3, weights=is_segment)
   expected = 0.03 * ratio + of_rows @ segments / segments.sum()
   assert float(sums["boundary_nats"]) == pytest.approx(float(expected * weights.sum()))
@@ -120,21 +123,24 @@ def test_a_middle_of_its_own_width():
   wide = settings(outer, "none")
   wide.middle.first.num_layers = wide.middle.last.num_layers = 2
   model = dpjax.build_model(wide)
-  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]["hourglass"]
-  assert params["middle_in"].shape == (WIDTH, INNER) and params["null_group"].shape == (INNER,)
-  assert params["middle_positions"]["content_bias"].shape == (2, INNER // 2)
+  params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+  stage = params["stages_0"]
+  assert stage["widen"].shape == (WIDTH, INNER) and stage["null_group"].shape == (INNER,)
+  assert params["shared_positions"]["content_bias"].shape == (2, INNER // 2)
   narrow = settings(outer, "none", width=0)
   narrow.middle = None
   plain = dpjax.build_model(narrow)
-  params = helpers.draw_params(plain, 3, 1 / 2)["hourglass"]
-  hourglass = plain.hourglass
-  shared = hourglass.middle.mixers[0].make_positions()()
-  same = hourglass.clone(middle_width=WIDTH, middle_positions=shared)
-  more = params | dict(middle_in=jnp.eye(WIDTH), middle_out=jnp.eye(WIDTH))
-  more |= dict(middle_positions=params["relative_positions"])
+  params = helpers.draw_params(plain, 3, 1 / 2)
+  core = plain.core
+  (stage,) = core.stages
+  shared = core.layers.mixers[0].make_positions()()
+  same = core.clone(stages=(stage.clone(inner_width=WIDTH),), shared_positions=shared)
+  matrices = dict(widen=jnp.eye(WIDTH), narrow=jnp.eye(WIDTH))
+  more = params | dict(stages_0=params["stages_0"] | matrices)
+  more |= dict(shared_positions=params["stages_0"]["shared_positions"])
   x = jnp.asarray(np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)), "f4")
   hidden, expected = (
     jax.jit(module.apply)({"params": params}, x, TOKENS).hidden
-    for module, params in ((same, more), (hourglass, params))
+    for module, params in ((same, more), (core, params))
   )
   np.testing.assert_allclose(hidden, expected, atol=1e-5)

@@ -9,6 +9,7 @@ import pytest
 
 from dpjax import layers, ops
 from dpjax.config import registry
+from dpjax.layers.boundaries import StageOutput
 from dpjax.models.language_model import LanguageModelOutput
 from dpjax.training import losses
 from tests import helpers
@@ -65,10 +66,10 @@ def test_nan_where_nothing_counts_does_not_matter():
   @jax.value_and_grad
   def run(values):
     p = values[..., 0] / 20 + 0.5
-    pooled = LanguageModelOutput(values, (p > 0.5).astype(jnp.int32), values[..., 0], None, p)
+    stage = StageOutput((p > 0.5).astype(jnp.int32), values[..., 0], p)
     nats = losses.cross_entropy(values, targets, weights)[0]
     nats += losses.output_nats(values, jnp.ones((VOCAB, 9)) / 7, None, targets, weights)
-    return nats + sum(x.loss(pooled, batch)[0] for x in (layers.Unigram(3), layers.Routing(3)))
+    return nats + sum(x.loss(stage, batch)[0] for x in (layers.Unigram(3), layers.Routing(3)))
 
   expected, expected_grad = run(output.logits)
   nats, grad = run(jnp.where(COUNTED[..., None], output.logits, jnp.nan))
@@ -186,11 +187,10 @@ def draw_pooled():
   generator = np.random.default_rng(4)
   boundaries = generator.integers(2, size=(3, 11))
   boundaries[0, 9:] = boundaries[2] = 1
-  output = LanguageModelOutput(
-    jnp.asarray(2 * generator.standard_normal((3, 11, VOCAB)), jnp.float32),
-    jnp.asarray(boundaries, jnp.int32),
-    jnp.asarray(generator.standard_normal((3, 11)), jnp.float32),
-  )
+  logits = jnp.asarray(2 * generator.standard_normal((3, 11, VOCAB)), jnp.float32)
+  boundary_logits = jnp.asarray(generator.standard_normal((3, 11)), jnp.float32)
+  stage = StageOutput(jnp.asarray(boundaries, jnp.int32), boundary_logits)
+  output = LanguageModelOutput(logits, jnp.zeros((3, 11, 1)), (stage,))
   batch = dict(
     tokens=jnp.asarray(generator.integers(VOCAB, size=(3, 11)), jnp.int32),
     targets=jnp.asarray(generator.integers(VOCAB, size=(3, 11)), jnp.int32),
@@ -198,6 +198,12 @@ def draw_pooled():
     boundaries=jnp.asarray(generator.integers(2, size=(3, 11)), jnp.int32),
   )
   return output, batch
+
+
+def with_stage(output, **values):
+  """The output, with other values of its one stage."""
+  (stage,) = output.stages
+  return output._replace(stages=(stage._replace(**values),))
 
 
 def spikes(output, left):
@@ -229,12 +235,12 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
 
   def boundary_nats(floats):
     logits, boundary_logits = floats
-    changed = output._replace(logits=logits, boundary_logits=boundary_logits)
+    changed = with_stage(output._replace(logits=logits), logits=boundary_logits)
     sums = objective.sums(changed, batch)
     return sums["boundary_nats"], sums
 
   run = jax.jit(jax.grad(boundary_nats, has_aux=True))
-  (grad_logits, grad), sums = run((output.logits, output.boundary_logits))
+  (grad_logits, grad), sums = run((output.logits, output.stages[0].logits))
   targets = np.asarray(batch["boundaries"])
   if settings["boundaries"] == "entropy":
     targets = spikes(output, 3)
@@ -242,12 +248,12 @@ def test_the_predictor_learns_its_targets_by_cross_entropy(settings):
     assert targets[0, 2] == targets[1, 0] == 1
     assert (targets != spikes(output, 2)).any()
   double = settings.get("double_sigmoid", False)
-  expected, gradient = binary_cross_entropy(output.boundary_logits, targets, double)
+  expected, gradient = binary_cross_entropy(output.stages[0].logits, targets, double)
   np.testing.assert_allclose(sums["boundary_nats"], expected, rtol=1e-5)
   np.testing.assert_allclose(grad, gradient, rtol=1e-5, atol=1e-6)
   # No gradient passes through the targets.
   np.testing.assert_array_equal(grad_logits, np.zeros_like(grad_logits))
-  boundaries = np.asarray(output.boundaries)
+  boundaries = np.asarray(output.stages[0].boundaries)
   expected = dict(
     targets=(targets * COUNTED).sum(),
     hits=(targets * boundaries * COUNTED).sum(),
@@ -274,12 +280,12 @@ def test_the_number_of_boundaries_costs_each_row_as_much_as_it_is_long(name, set
   objective = helpers.objective(name, **settings)
 
   def boundary_nats(boundaries):
-    return objective.sums(output._replace(boundaries=boundaries), batch)["boundary_nats"]
+    return objective.sums(with_stage(output, boundaries=boundaries), batch)["boundary_nats"]
 
   def nats_of_rows(boundaries):
     return of_rows(boundaries, weights=WEIGHTS) @ WEIGHTS.sum(axis=1)
 
-  boundaries = output.boundaries.astype(jnp.float32)
+  boundaries = output.stages[0].boundaries.astype(jnp.float32)
   nats, grad = jax.jit(jax.value_and_grad(boundary_nats))(boundaries)
   expected, expected_grad = jax.jit(jax.value_and_grad(nats_of_rows))(boundaries)
   np.testing.assert_allclose(nats, expected, rtol=1e-5)
@@ -292,8 +298,8 @@ def test_the_number_of_boundaries_costs_each_row_as_much_as_it_is_long(name, set
 )
 def test_an_aim_moves_from_one_value_to_another_by_update(name, field, first, last):
   output, batch = draw_pooled()
-  chances = jax.nn.sigmoid(output.boundary_logits.astype(jnp.float32))
-  output = output._replace(boundary_probabilities=chances)
+  chances = jax.nn.sigmoid(output.stages[0].logits.astype(jnp.float32))
+  output = with_stage(output, probabilities=chances)
 
   def make_nats(**settings):
     arguments = {"width": 1} if name == "routing" else {}
@@ -324,16 +330,16 @@ def test_gumbel_is_compared_with_the_spaces_and_counts_what_it_draws_and_rounds(
   assert "hits" not in plain and "drawn" not in sampled
   is_space = np.isin(batch["tokens"], SPACES) & COUNTED
   assert float(spaced["targets"]) == is_space.sum() > 0
-  assert float(spaced["hits"]) == (is_space & np.asarray(output.boundaries)).sum()
+  assert float(spaced["hits"]) == (is_space & np.asarray(output.stages[0].boundaries)).sum()
   # Training draws, evaluation rounds.
-  p = 1 / (1 + np.exp(-np.float64(output.boundary_logits)))
+  p = 1 / (1 + np.exp(-np.float64(output.stages[0].logits)))
   assert float(plain["drawn"]) == pytest.approx((p * COUNTED).sum())
   assert float(plain["rounded"]) == ((p > 0.5) * COUNTED).sum()
 
 
 def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   output, batch = draw_pooled()
-  output, b = output._replace(boundary_logits=None), np.asarray(output.boundaries)
+  output, b = with_stage(output, logits=None), np.asarray(output.stages[0].boundaries)
   run = jax.jit(helpers.objective("whitespace").sums, static_argnames="scores_starts")
   sums = run(output, batch)
   # Context has segments, too; what is filled up, and a row of nothing, has none.
