@@ -49,15 +49,11 @@ def loss_of(output, tokens, factors):
   """The mean cross-entropy of the targets, and each stage's ratio."""
   log_probabilities = jax.nn.log_softmax(output.logits[:, :-1])
   nats = -jnp.take_along_axis(log_probabilities, tokens[:, 1:, None], -1).mean()
-  weights, stage, ratios = jnp.ones(tokens.shape, jnp.int32), output, []
-  for factor in factors:
-    ratios.append(
-      ops.ratio_loss(stage.boundaries, stage.boundary_probabilities, factor, weights=weights)
-    )
+  counts, ratios = jnp.full(tokens.shape[0], tokens.shape[1]), []
+  for stage, factor in zip(output.stages, factors, strict=True):
+    weights = (jnp.arange(stage.boundaries.shape[1])[None] < counts[:, None]).astype(jnp.int32)
+    ratios.append(ops.ratio_loss(stage.boundaries, stage.probabilities, factor, weights=weights))
     counts = stage.boundaries.sum(1)
-    stage = stage.inner
-    if stage is not None:
-      weights = (jnp.arange(stage.boundaries.shape[1])[None] < counts[:, None]).astype(jnp.int32)
   return nats + 0.03 * sum(ratios), (nats, jnp.stack(ratios), output)
 
 
@@ -81,9 +77,10 @@ def test_the_model_every_gradient_and_documents(name):
   assert_near(output.logits[..., COLUMNS], golden["logits"], largest, 2e-6)
   for got, expected in ((loss, "loss"), (nats, "nats"), (ratios, "ratios")):
     np.testing.assert_allclose(got, golden[expected], rtol=1e-6)
-  np.testing.assert_array_equal(output.boundaries.ravel(), golden["boundary_mask/0"])
-  if output.inner is not None:
-    inner, counts = np.asarray(output.inner.boundaries), np.asarray(output.boundaries.sum(1))
+  outer, *within = (np.asarray(stage.boundaries) for stage in output.stages)
+  np.testing.assert_array_equal(outer.ravel(), golden["boundary_mask/0"])
+  for inner in within:
+    counts = outer.sum(1)
     is_real = np.arange(inner.shape[1]) < counts[:, None]
     np.testing.assert_array_equal(inner[is_real], golden["boundary_mask/1"])
   for key, grad in to_torch(settings, grads).items():
@@ -96,19 +93,20 @@ def test_the_model_every_gradient_and_documents(name):
   starts[0, golden["documents/cuts"][:-1]] = 1
   output = run(params, starts)[0][1][2]
   assert_near(output.logits[0, :, COLUMNS], golden["documents/logits"], largest, 2e-6)
-  np.testing.assert_array_equal(output.boundaries[0], golden["documents/boundary_mask"])
+  outer = output.stages[0].boundaries
+  np.testing.assert_array_equal(outer[0], golden["documents/boundary_mask"])
 
 
 @pytest.mark.slow
 def test_steps_are_those_of_the_authors():
   golden, _, _, model, _, params = prepare("two_stages")
   row = golden["tokens"][:1].astype(np.int32)
-  step, cache = helpers.make_step(model, model.unstack(params)), model.init_cache(1)
+  step, cache = helpers.make_step(*model.unstack(params)), model.init_cache(1)
   logits = []
   for begin in (0, *range(20, row.shape[1])):
     end = begin + 1 if begin else 20
-    output = step(cache, row[:, begin:end], jnp.full(1, end - begin, jnp.int32), {})
-    cache = output.cache
+    lengths = jnp.full(1, end - begin, jnp.int32)
+    output, cache = step(cache, row[:, begin:end], lengths, {})
     logits.append(output.logits[0, :, COLUMNS])
   expected = golden["stepped_logits"]
   assert_near(np.concatenate(logits), expected, golden["largest_logit"], 2e-6)
@@ -179,8 +177,8 @@ def test_layouts_repeat_mixers_in_turn():
   assert (model.first.num_layers, model.num_layers, model.mixer.name) == (5, 26, "attention")
   assert [x.name for x in model.middle.first.mixer] == ["local_attention", *["mamba2"] * 4]
   table = hnet.find_table(model)
-  names = table["hourglass/first/rest/place_1/mixer/in/kernel"][1]
-  assert names == ("backbone.encoder.layers.4.mixer.in_proj.weight",)
+  names = table["stages_0/first/blocks_1/mixer/in/kernel"][1]
+  assert names == tuple(f"backbone.encoder.layers.{i}.mixer.in_proj.weight" for i in (1, 4))
 
 
 def write_pt(path, state, monkeypatch):
@@ -249,10 +247,11 @@ def test_files_of_both_kinds_load_alike(folder, monkeypatch):
     dpjax.load(folder)
   half = dpjax.load(folder / "hnet.pt", dtype="bfloat16")
   assert half.model.dtype == half.params["logits"]["kernel"].dtype == jnp.bfloat16
-  residual = half.params["hourglass"]["boundary_predictor"]["residual"]["kernel"]
-  assert residual.dtype == half.params["hourglass"]["first"]["mixer"]["skip"].dtype == jnp.float32
-  expected = params["hourglass"]["middle"]["mixer"]["out"]["kernel"].astype(jnp.bfloat16)
-  got = half.params["hourglass"]["middle"]["mixer"]["out"]["kernel"]
+  residual = half.params["stages_0"]["boundaries"]["residual"]["kernel"]
+  skip = half.params["stages_0"]["first"]["blocks_0"]["mixer"]["skip"]
+  assert residual.dtype == skip.dtype == jnp.float32
+  expected = params["layers"]["blocks_0"]["mixer"]["out"]["kernel"].astype(jnp.bfloat16)
+  got = half.params["layers"]["blocks_0"]["mixer"]["out"]["kernel"]
   np.testing.assert_array_equal(got, expected)
   with pytest.raises(dpjax.UserError, match="step, model: expected None for an H-Net"):
     dpjax.load(folder / "hnet.pt", 3)

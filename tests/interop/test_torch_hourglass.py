@@ -7,6 +7,7 @@ import pytest
 
 import dpjax
 from dpjax.interop import from_torch, to_torch
+from dpjax.models import PoolingHints
 from dpjax.models.build import build_boundaries
 from dpjax.training import losses, metrics
 from tests import helpers
@@ -76,8 +77,8 @@ def test_the_model_its_loss_and_every_gradient(case):
     batch["boundaries"] = golden["in/boundaries_gt"].T.astype(np.int32)
 
   def loss_of(params, weights):
-    noise = golden.get("in/noise_u")
-    output = model.apply({"params": params}, batch["tokens"], boundary_noise=noise)
+    pooling = PoolingHints(noise=golden["in/noise_u"]) if "in/noise_u" in golden else None
+    output = model.apply({"params": params}, batch["tokens"], pooling=pooling)
     sums = objective.sums(output, {**batch, "weights": weights})
     nats = sums["nats"] + sums.get("boundary_nats", 0.0)
     return nats / sums["count"], (sums, output)
@@ -90,9 +91,10 @@ def test_the_model_its_loss_and_every_gradient(case):
   np.testing.assert_allclose(nats, golden["out/loss_per_token"], **FORWARD)
   np.testing.assert_allclose(sums["nats"] / 72, golden["out/loss"], **FORWARD)
   np.testing.assert_allclose(total, golden["out/total"], **FORWARD)
-  for name in ("boundaries", "boundary_logits"):
-    got = getattr(output, name)
-    expected = golden.get(f"out/{'hard_' * (name == 'boundaries')}{name}")
+  stage = output.stages[0] if output.stages else None
+  for name, field in (("hard_boundaries", "boundaries"), ("boundary_logits", "logits")):
+    got = getattr(stage, field, None)
+    expected = golden.get(f"out/{name}")
     assert (got is None) == (expected is None)
     if got is not None:
       np.testing.assert_allclose(got, expected, **FORWARD)
@@ -115,7 +117,8 @@ def test_the_model_its_loss_and_every_gradient(case):
   # There the boundaries of all tokens, here of those that count.
   expected = helpers.part(golden, "ext/stat_")
   if expected:
-    np.testing.assert_allclose(expected.pop("p_ones"), output.boundaries.mean(), **FORWARD)
+    got = output.stages[0].boundaries.mean()
+    np.testing.assert_allclose(expected.pop("p_ones"), got, **FORWARD)
   check_scores(expected, sums)
 
 
@@ -140,7 +143,7 @@ def test_settings():
   more = {f"layers.2.1.{name}": 2 * x for name, x in helpers.part(fixed, "layers.2.0.").items()}
   config, params = convert({**fixed, **more}, "fixed")
   assert [config.first.num_layers, config.num_layers, config.last.num_layers] == [1, 2, 2]
-  for leaf in jax.tree.leaves(params["hourglass"]["last"]):
+  for leaf in jax.tree.leaves(params["stages_0"]["last"]):
     np.testing.assert_array_equal(leaf[1], 2 * leaf[0])
 
 
@@ -194,4 +197,4 @@ def test_other_boundaries_keep_their_names():
   config, params = convert(state_of("fixed"), "fixed")
   for kind in ("routing", "spacebyte"):
     config.boundaries = dpjax.config.boundaries(kind)
-    assert "hourglass.null_group" in to_torch(config, params)
+    assert "stages_0.null_group" in to_torch(config, params)

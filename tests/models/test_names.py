@@ -192,17 +192,17 @@ def make_batch(step):
   return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-@pytest.fixture(params=["plain", "pooled"])
-def old_run(request, tmp_path):
-  with tarfile.open(helpers.ROOT / f"tests/golden/N_old_{request.param}.tar.xz") as archive:
-    archive.extractall(tmp_path, filter="data")
-  return make_trainer(request.param), tmp_path
+def read_old_run(name, folder) -> Trainer:
+  with tarfile.open(helpers.ROOT / f"tests/golden/N_old_{name}.tar.xz") as archive:
+    archive.extractall(folder, filter="data")
+  return make_trainer(name)
 
 
-def test_an_old_run_goes_on_as_if_nothing_had_changed(old_run, standard_promotion):
-  trainer, folder = old_run
+@pytest.mark.parametrize("name", ["plain", pytest.param("pooled", marks=pytest.mark.slow)])
+def test_an_old_run_goes_on_as_if_nothing_had_changed(name, tmp_path, standard_promotion):
+  trainer = read_old_run(name, tmp_path)
   mesh = sharding.make_mesh(jax.devices()[:2])
-  with Checkpoints(folder) as saved:
+  with Checkpoints(tmp_path) as saved:
     state, meta = saved.restore(trainer.abstract_state(mesh))
     step, params = saved.restore_step(trainer.abstract_state(mesh).params)
   assert step == state.step == 3
@@ -215,12 +215,13 @@ def test_an_old_run_goes_on_as_if_nothing_had_changed(old_run, standard_promotio
   np.testing.assert_allclose(losses, meta["losses"], rtol=1e-5)
 
 
-def test_an_old_export_is_read_one_array_at_a_time(old_run, monkeypatch):
-  trainer, folder = old_run
+@pytest.mark.parametrize("name", ["plain", "pooled"])
+def test_an_old_export_is_read_one_array_at_a_time(name, tmp_path):
+  trainer = read_old_run(name, tmp_path)
   abstract = trainer.abstract_state(sharding.make_mesh()).params
-  with Checkpoints(folder) as saved:
+  with Checkpoints(tmp_path) as saved:
     _, params = saved.restore_step(abstract)
-  metadata = json.loads((folder / "3/state/_METADATA").read_text())["tree_metadata"]
+  metadata = json.loads((tmp_path / "3/state/_METADATA").read_text())["tree_metadata"]
   paths = [[key["key"] for key in x["key_metadata"]] for x in metadata.values()]
   old = [".".join(path[1:]) for path in paths if path[0] == "params"]
   arrays = {}
@@ -228,7 +229,7 @@ def test_an_old_export_is_read_one_array_at_a_time(old_run, monkeypatch):
     # Of 3 layers of 2 blocks in turn, both the period and the rest have one of the first block.
     pieces = np.split(np.asarray(now[name]), len(parts)) if len(parts) > 1 else [now[name]]
     arrays |= zip(parts, map(jnp.asarray, pieces), strict=True)
-  save_file(arrays, folder / run_files.PARAMETERS, {"step": "3"})
-  restored, step = export.restore(folder, abstract)
+  save_file(arrays, tmp_path / run_files.PARAMETERS, {"step": "3"})
+  restored, step = export.restore(tmp_path, abstract)
   assert step == 3
   jax.tree.map(np.testing.assert_array_equal, restored, params)
