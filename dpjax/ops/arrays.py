@@ -94,8 +94,8 @@ def _check(name: str, value: object, hint: object) -> Any:
       return choice(**fields)
     if typing.get_origin(choice) is tuple and isinstance(value, tuple | list):
       inner = typing.get_args(choice)
-      if inner[1:] == (Ellipsis,):
-        inner = inner[:1] * len(value)
+      if inner[1:] == (Ellipsis,):  # Each has sizes of its own, such as the width of a stage.
+        return tuple(check(name, x, inner[0]) for x in value)
       if len(value) == len(inner):
         return tuple(_check(name, x, y) for x, y in zip(value, inner, strict=True))
     if _is_array(choice) and isinstance(array, choice):

@@ -234,3 +234,12 @@ NO_NUMBERS = [None, "0.5", math.nan, -math.inf, 1j, [0.5], True, Stranger(), 2**
 def test_no_number(value):
   with pytest.raises(ValueError, match="^theta: expected a finite number, got "):
     arrays.number("theta", value)
+
+
+def test_each_element_of_a_tuple_has_sizes_of_its_own():
+  hint = tuple[tuple[Float[Array, "B D"], Float[Array, "D"]], ...]
+  value = tuple((jnp.ones((2, width)), jnp.ones(width)) for width in (3, 5))
+  checked = arrays.check("x", value, hint)
+  assert jax.tree.structure(checked) == jax.tree.structure(value)
+  with pytest.raises(ValueError, match="x: expected"):
+    arrays.check("x", (value[0], (jnp.ones((2, 5)), jnp.ones(7))), hint)
