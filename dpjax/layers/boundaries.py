@@ -292,6 +292,7 @@ class Whitespace(Boundaries):
   num_buckets: int = 5
 
   def find(self, hidden, tokens, context, state, noise):
+    assert tokens is not None
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
 
   def resolve(self, tokenizer):
@@ -326,6 +327,7 @@ class SpaceByte(Boundaries):
   num_buckets: int = 5
 
   def find(self, hidden, tokens, context, state, noise):
+    assert tokens is not None
     boundaries = ops.spacelike_boundaries(
       tokens,
       self.space_ids,
@@ -349,7 +351,8 @@ class SpaceByte(Boundaries):
     return {"space_ids": self.space_ids or find(0), "end_ids": self.end_ids or find(-1)}
 
   def count_segments(self, tokens: np.ndarray) -> np.ndarray:
-    begins, ends = np.isin(tokens, self.space_ids), np.isin(tokens, self.end_ids)
+    begins = np.isin(tokens, self.space_ids)
+    ends = np.isin(tokens, self.end_ids)
     return begins[:, 0] + (begins[:, 1:] & ~ends[:, :-1]).sum(axis=1)
 
 

@@ -118,6 +118,7 @@ class EntropySpikes(_Predicted):
     super().__post_init__()
 
   def loss(self, stage, batch, logits=None):
+    assert logits is not None
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
     targets = ops.entropy_spikes(entropies, self.left, document_starts=batch.get("document_starts"))
@@ -175,7 +176,8 @@ class Gumbel(_Predicted):
     )
 
   def loss(self, stage, batch, logits=None):
-    weights, targets = batch["weights"], None
+    weights = batch["weights"]
+    targets = None
     options = dict(weights=weights, document_starts=batch.get("document_starts"))
     loss_b = self._row_losses(stage.boundaries.astype(jnp.float32), batch, options)
     if self.space_ids and "tokens" in batch:
@@ -295,7 +297,9 @@ class Routing(Boundaries):
     return sums.astype(hidden.dtype)
 
   def loss(self, stage, batch, logits=None):
-    weights, share = batch["weights"], batch.get("boundary_share")
+    assert stage.probabilities is not None
+    weights = batch["weights"]
+    share = batch.get("boundary_share")
     factor = self.scheduled(self.factor, batch)
     ratio = ops.ratio_loss(
       stage.boundaries, stage.probabilities, factor, weights=weights, share=share

@@ -136,7 +136,8 @@ def _build_boundaries(model: Mapping, frozen: LanguageModel | None = None) -> Bo
 
 
 def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
-  key, name = "model.boundaries.run", model["boundaries"]["name"]
+  key = "model.boundaries.run"
+  name = model["boundaries"]["name"]
   needs_run = registry.boundaries.component(name).needs_run
   if needs_run != (frozen is not None):
     expected, got = ("the model of", "none") if needs_run else ("none without", "one")

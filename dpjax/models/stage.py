@@ -182,7 +182,8 @@ class Stage(nn.Module):
       method=self.boundaries.pooling,
       document_starts=self._null_starts(context),
     )
-    s_bsd, starts_bs = self.widen(pooled_bsd), None
+    s_bsd = self.widen(pooled_bsd)
+    starts_bs = None
     if context.document_starts is not None:
       starts_bs = ops.segment_starts(
         output.boundaries,
@@ -400,7 +401,8 @@ class Stage(nn.Module):
 
 def segment_buckets(module: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
   """The lengths for which the stage within is compiled."""
-  max_segments, num_null = module.max_segments(length), int(module.has_null_group)
+  max_segments = module.max_segments(length)
+  num_null = 1 if module.has_null_group else 0
   if has_documents and max_segments is not None:
     # Each document needs one more: sizes for few documents, and for many.
     sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}

@@ -166,7 +166,7 @@ def gumbel_sigmoid(
 @typed
 def binomial_prior_loss(
   boundaries: Real[Array, "B T"],
-  alpha: float,
+  alpha: jax.Array | float,
   *,
   weights: Real[Array, "B T"] | None = None,
   document_starts: Starts[Array, "B T"] | None = None,
@@ -201,8 +201,8 @@ def binomial_prior_loss(
 @typed
 def rate_bounds_loss(
   boundaries: Real[Array, "B T"],
-  highest: float,
-  lowest: float,
+  highest: jax.Array | float,
+  lowest: jax.Array | float,
   *,
   weights: Real[Array, "B T"] | None = None,
   document_starts: Starts[Array, "B T"] | None = None,

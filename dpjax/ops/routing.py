@@ -120,7 +120,7 @@ def straight_through(
 def ratio_loss(
   boundaries: Real[Array, "B T"],
   probabilities: Float[Array, "B T"],
-  factor: float,
+  factor: jax.Array | float,
   *,
   weights: Real[Array, "B T"] | None = None,
   share: Float[Array, ""] | None = None,
