@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Integer
+from jaxtyping import Array, Integer, PyTree
 
 from dpjax.generation import sampling
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
 
-Step = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
+Step = Callable[[jax.Array, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
 
 
 class State(NamedTuple):
@@ -32,13 +32,13 @@ class State(NamedTuple):
 
   token: jax.Array
   length: jax.Array
-  cache: Any
+  cache: PyTree
 
 
 @typed
 def begin(
   step: Step,
-  cache: Any,
+  cache: PyTree,
   prompt: Integer[Array, "B P"],
   lengths: Integer[Array, "B"],
   *,
@@ -54,7 +54,8 @@ def begin(
     chunk: the maximum number of positions in one call of the model; 0 means all.
   """
   arrays.check_not_empty(prompt=prompt)
-  prompt, lengths = prompt.astype(jnp.int32), lengths.astype(jnp.int32)
+  prompt = prompt.astype(jnp.int32)
+  lengths = lengths.astype(jnp.int32)
   last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
   batch, length = prompt.shape
   size = min(chunk or length, length)
@@ -127,7 +128,8 @@ def sliding_window(next_logits: Callable[[jax.Array, jax.Array], jax.Array]) -> 
   """
 
   def step(tokens: jax.Array, cache: WindowCache, lengths: jax.Array | None):
-    chunk, window = tokens.shape[1], cache.tokens.shape[1]
+    chunk = tokens.shape[1]
+    window = cache.tokens.shape[1]
     num_new_b = jnp.full_like(cache.count, chunk) if lengths is None else lengths
     count_b = jnp.minimum(cache.count + num_new_b, window)
     num_dropped_b = cache.count + num_new_b - count_b

@@ -1,20 +1,23 @@
 """Streams a trained model's continuations of prompts; `.decode` works token by token."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
+from flax import struct
+from jaxtyping import PRNGKeyArray, PyTree
 
-from dpjax.config import registry, rules, sections
+from dpjax.config import registry, rules, schema, sections
 from dpjax.config.schema import Sample
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
+from dpjax.generation.precision import only_cast, with_dtype
+from dpjax.layers.common import Params
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel, LanguageModelCache
 from dpjax.models.stage import PoolingHints
@@ -22,7 +25,8 @@ from dpjax.ops import attention_cache
 from dpjax.text.tokenizer import TextStream, Tokenizer
 
 # Tokens per call, with cached steps and with full passes.
-_CHUNK, _CHUNK_OF_PASSES = 16, 4
+_CHUNK = 16
+_CHUNK_OF_PASSES = 4
 
 
 class Piece(NamedTuple):
@@ -33,18 +37,56 @@ class Piece(NamedTuple):
   is_stopped: bool
 
 
-class Sampling(TypedDict, total=False):
-  """The settings of `Generator.stream`, for type checkers."""
+@dataclasses.dataclass
+class _Row:
+  """A sample so far.
 
-  length: int | None
-  temperature: float | None
-  top_k: int | None
-  top_p: float | None
-  overflow: str | None
-  dtype: str | None
-  seed: int
-  num_samples: int
-  stop: Sequence[str]
+  Attributes:
+    tokens: those of the prompt and the new ones.
+    most: the maximum number of tokens.
+    text: turns new tokens into text.
+    is_stopped: whether a stop token has ended it.
+  """
+
+  tokens: list[int]
+  most: int
+  text: TextStream
+  is_stopped: bool = False
+
+  @property
+  def is_complete(self) -> bool:
+    return self.is_stopped or len(self.tokens) == self.most
+
+  def add(self, tokens: list[int], stop_ids: Collection[int]) -> Piece:
+    """Adds new tokens, up to the first stop token."""
+    count = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
+    self.is_stopped = count is not None
+    num_used = len(tokens) if count is None else count + 1
+    self.tokens += tokens[:num_used]
+    text = self.text.push(tokens[:count])
+    if self.is_complete:
+      text += self.text.finish()
+    return Piece(text, num_used, self.is_stopped)
+
+
+class _Unstacked(struct.PyTreeNode):
+  """A model with unstacked layers, and its parameters."""
+
+  model: LanguageModel = struct.field(pytree_node=False)
+  params: Params
+
+
+class _Stepper(NamedTuple):
+  """How a model reads single tokens.
+
+  Attributes:
+    model: the model with unstacked layers.
+    by_layer: maps the parameters to those of `model`. Those that its steps only read in the dtype
+      of the model are in that dtype, so that steps read fewer bytes and compute the same.
+  """
+
+  model: LanguageModel
+  by_layer: Callable[[Params], Params]
 
 
 class Generator:
@@ -66,52 +108,43 @@ class Generator:
     self._draws_boundaries = any(x.samples_in_eval for x in build_boundaries(settings))
     # A custom model may lack the attribute.
     self._has_cache = getattr(model, "has_cache", False)
-    self._stepped = model
-    self._by_layer = jax.jit(self._unstack) if self._has_cache else None
+    self._stepper: _Stepper | None = None
     self._begin = jax.jit(self._begin_rows, static_argnames="slots")
     self._resize = jax.jit(self._resize_cache, static_argnames="slots")
     self._advance = {
-      is_cached: jax.jit(partial(self._advance_rows, is_cached=is_cached), donate_argnames="state")
-      for is_cached in (True, False)
+      is_cached: jax.jit(function, donate_argnames="state")
+      for is_cached, function in ((True, self._advance_steps), (False, self._advance_passes))
     }
 
   def stream(
     self,
-    params: Mapping,
+    params: Params,
     prompts: Sequence[str],
     *,
-    length: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    overflow: str | None = None,
-    dtype: str | None = None,
     seed: int = 0,
     num_samples: int = 1,
     stop: Sequence[str] = (),
+    **settings: Any,
   ) -> Iterator[list[Piece]]:
     """Continues prompts, all of their samples at once.
-
-    Settings that are None come from the run's configuration, `config.sample`.
 
     Args:
       params: the parameters of the model.
       prompts: any number of prompts of any lengths; "" starts a text.
-      length: the maximum number of new tokens in a sample.
-      temperature: see `dpjax.generation.sample`, also for the next two.
-      top_k: 0 means all.
-      top_p: in (0, 1].
-      overflow: what to do, for all rows, once a text exceeds the model's window of M
-        tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
-        the cache continues; each Dispatcher layer reaches back 2**K - 1 tokens, each Extractor
-        or relative attention layer M - 1. Attention and learned positions end with the window.
-        "error": raises an error.
-      dtype: "model", or "bfloat16" for weights and a computation in 16 bits, which read half the
-        bytes for each token; the text of a seed then differs.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
       stop: texts of tokens that end a sample, as a tokenizer's end token does; they are not part
         of it.
+      **settings: in place of those of the run's configuration, `config.sample`; None takes that.
+        length: the maximum number of new tokens in a sample.
+        temperature, top_k, top_p: see `dpjax.generation.sample`.
+        overflow: what to do, for all rows, once a text exceeds the model's window of M
+          tokens. "slide": each token takes a full pass over the M tokens before it. "continue":
+          the cache continues; each Dispatcher layer reaches back 2**K - 1 tokens, each Extractor
+          or relative attention layer M - 1. Attention and learned positions end with the window.
+          "error": raises an error.
+        dtype: "model", or "bfloat16" for weights and a computation in 16 bits, which read half the
+          bytes for each token; the text of a seed then differs.
 
     Returns:
       Lists with a `Piece` for each row, until all are complete: prompt 0's samples, prompt 1's, ...
@@ -120,16 +153,7 @@ class Generator:
       ValueError: a setting is out of range, a prompt is too long or has characters outside
         the vocabulary, or the model cannot continue beyond its window.
     """
-    settings: dict[str, Any] = dict(
-      length=length,
-      temperature=temperature,
-      top_k=top_k,
-      top_p=top_p,
-      overflow=overflow,
-      dtype=dtype,
-    )
-    settings |= {name: getattr(self._sample, name) for name, x in settings.items() if x is None}
-    rules.check_sampling(settings)
+    sample = self._sample_with(settings)
     rules.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
       raise UserError(f"num_samples: expected an integer of at least 1, got {num_samples}")
@@ -139,76 +163,97 @@ class Generator:
       if not isinstance(prompt, str):
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_characters(self._tokenizer, prompt)
-      check_prompt(self._settings, self._tokenizer, prompt, "prompt", settings)
-    if settings["overflow"] == "continue" and not self._has_cache:
+      check_prompt(self._settings, self._tokenizer, prompt, "prompt", sample)
+    if sample.overflow == "continue" and not self._has_cache:
       raise UserError(
         "overflow: expected slide or error with a mixer that has no cache, got continue"
       )
-    stop_ids = self._stop_ids(stop) | ({self._tokenizer.end_id} - {None})
-    samples = [(j, i) for j in range(len(prompts)) for i in range(num_samples)]
-    # Draws of other implementations depend on the number of rows.
-    key = jax.random.key(seed, impl="threefry2x32")
-    keys = jnp.stack([jax.random.fold_in(jax.random.fold_in(key, i), j) for j, i in samples])
-    texts, start = [self._tokenizer.encode(x).tolist() for x in prompts], self._tokenizer.start_id
-    begins = self._tokenizer.begins_texts
-    rows = [[start] * (begins or not texts[j]) + texts[j] for j, _ in samples]
-    streams = [TextStream(self._tokenizer, prompts[j]) for j, _ in samples]
-    draw = dict(
-      temperature=jnp.float32(settings["temperature"]),
-      top_k=jnp.int32(min(settings["top_k"], self._tokenizer.vocab_size)),
-      top_p=jnp.float32(settings["top_p"]),
-    )
-    ends = [len(row) + settings["length"] for row in rows]
-    slides = settings["overflow"] == "slide"
-    maker = self._in_bfloat16 if settings["dtype"] == "bfloat16" else self
-    return maker._pieces(params, rows, streams, keys, draw, ends, stop_ids, slides)
+    stop_ids = self._stop_ids(stop)
+    rows = []
+    for prompt in prompts:
+      tokens = self._tokenizer.encode(prompt).tolist()
+      if self._tokenizer.begins_texts or not tokens:
+        tokens = [self._tokenizer.start_id, *tokens]
+      for _ in range(num_samples):
+        text = TextStream(self._tokenizer, prompt)
+        rows.append(_Row([*tokens], len(tokens) + sample.length, text))
+    keys = _row_keys(seed, len(prompts), num_samples)
+    generator = self._in_bfloat16 if sample.dtype == "bfloat16" else self
+    return generator._pieces(params, rows, keys, sample, stop_ids)
+
+  def _sample_with(self, settings: Mapping[str, Any]) -> Sample:
+    """The run's settings, those of a call in their places."""
+    names = [name for name in schema.settings_of(Sample) if name != "prompt"]
+    for name in settings:
+      if name not in names:
+        raise TypeError(f"stream() got an unexpected keyword argument {name!r}")
+    sample = {name: getattr(self._sample, name) for name in names}
+    sample |= {name: value for name, value in settings.items() if value is not None}
+    rules.check_sampling(sample)
+    return Sample(**sample)
 
   @cached_property
   def _in_bfloat16(self) -> "Generator":
-    model = _with_dtype(self._model, jnp.dtype(jnp.bfloat16))
+    model = with_dtype(self._model, jnp.bfloat16)
     return Generator(self._settings, self._sample, model, self._tokenizer)
 
-  def _pieces(self, params, rows, streams, keys, draw, ends, stop_ids, slides):
-    is_stopped, is_cached = [False] * len(rows), self._has_cache
-    if self._by_layer is not None:
-      layer_params = self._by_layer(params)  # so that single-token steps copy none
-      longest = max(map(len, rows))
+  def _pieces(
+    self,
+    params: Params,
+    rows: Sequence[_Row],
+    keys: PRNGKeyArray,
+    sample: Sample,
+    stop_ids: Collection[int],
+  ) -> Iterator[list[Piece]]:
+    draw = {
+      "temperature": jnp.float32(sample.temperature),
+      "top_k": jnp.int32(min(sample.top_k, self._tokenizer.vocab_size)),
+      "top_p": jnp.float32(sample.top_p),
+    }
+    slides = sample.overflow == "slide"
+    is_cached = self._has_cache
+    if is_cached:
+      longest = max(len(row.tokens) for row in rows)
       size = 1 << (longest - 1).bit_length()  # few sizes, so few programs
-      size = min(size, self._window) if longest <= self._window else size
-      full = jax.eval_shape(lambda: self._model.init_cache(len(rows)))
-      # A middle reads `size` segments and null groups at once.
+      if longest <= self._window:
+        size = min(size, self._window)
+      full = self._full_cache(len(rows))
+      # A stage's layers may read `size` segments and null groups at once.
       slots = self._num_slots(full, size)
-      state = self._begin(params, *_pad(rows, size), keys, slots=slots)
+      prompts, lengths = _pad([row.tokens for row in rows], size)
+      state = self._begin(params, prompts, lengths, keys, slots=slots)
+      step_params = self._by_layer(params)
     else:
-      layer_params, state, slots, full = params, self._slide(rows), 0, None
-    while active := [i for i, row in enumerate(rows) if not is_stopped[i] and len(row) < ends[i]]:
-      longest = max(len(rows[i]) for i in active)
+      full = ()
+      slots = 0
+      state = self._slide(rows)
+      step_params = params
+    while active := [row for row in rows if not row.is_complete]:
+      longest = max(len(row.tokens) for row in active)
       if is_cached and slides and longest > self._window:
-        is_cached, layer_params, state = False, params, self._slide(rows)
+        is_cached = False
+        state = self._slide(rows)
+        step_params = params
       elif is_cached:
         more = self._num_slots(full, longest)
         if more > slots:
           slots = more
           state = state._replace(cache=self._resize(state.cache, slots=more))
-      state, tokens = self._advance[is_cached](layer_params, state, keys, draw)
-      pieces = [Piece("", 0, has_stopped) for has_stopped in is_stopped]
-      tokens = np.asarray(tokens).tolist()
-      for i in active:
+      state, tokens = self._advance[is_cached](step_params, state, keys, draw)
+      pieces = []
+      for row, new in zip(rows, np.asarray(tokens).tolist(), strict=True):
+        if row.is_complete:
+          pieces.append(Piece("", 0, row.is_stopped))
+          continue
         # With a cache the row's state may go beyond the window, but then all rows slide next.
-        end = min(ends[i], self._window + 1) if is_cached and slides else ends[i]
-        new = tokens[i][: end - len(rows[i])]
-        count = next((n for n, token in enumerate(new) if token in stop_ids), None)
-        is_stopped[i] = count is not None
-        num_used = len(new) if count is None else count + 1
-        rows[i] += new[:num_used]
-        text = streams[i].push(new[:count])
-        if is_stopped[i] or len(rows[i]) == ends[i]:
-          text += streams[i].finish()
-        pieces[i] = Piece(text, num_used, is_stopped[i])
+        most = min(row.most, self._window + 1) if is_cached and slides else row.most
+        pieces.append(row.add(new[: most - len(row.tokens)], stop_ids))
       yield pieces
 
   def _stop_ids(self, stop: Sequence[str]) -> set[int]:
-    stop, stop_ids = [stop] if isinstance(stop, str) else stop, set()
+    """The tokens that end a sample."""
+    stop = [stop] if isinstance(stop, str) else stop
+    stop_ids = set() if self._tokenizer.end_id is None else {self._tokenizer.end_id}
     texts = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size if stop else 0)]
     for text in stop:
       ids = {i for i, other in enumerate(texts) if other == text}
@@ -217,42 +262,59 @@ class Generator:
       stop_ids |= ids
     return stop_ids
 
-  def _slide(self, rows: Sequence[Sequence[int]]) -> decode.State:
+  def _slide(self, rows: Sequence[_Row]) -> decode.State:
     """The state of rows when the model reads only their last window."""
-    windows = [row[-self._window : -1] for row in rows]
+    windows = [row.tokens[-self._window : -1] for row in rows]
     tokens, counts = _pad(windows, self._window, pad_id(self._settings))
-    lengths = np.array([*map(len, rows)], np.int32)
-    window = map(jnp.asarray, (tokens, counts, lengths - 1 - counts))
-    last = jnp.asarray([row[-1] for row in rows], jnp.int32)
-    return decode.State(last, jnp.asarray(lengths), decode.WindowCache(*window))
+    lengths = np.array([len(row.tokens) for row in rows], np.int32)
+    last = np.array([row.tokens[-1] for row in rows], np.int32)
+    num_before = jnp.asarray(lengths - 1 - counts)
+    window = decode.WindowCache(jnp.asarray(tokens), jnp.asarray(counts), num_before)
+    return decode.State(jnp.asarray(last), jnp.asarray(lengths), window)
 
-  def _unstack(self, params):
-    """The parameters by layer, with matrices in the dtype of the layer's products.
+  def _by_layer(self, params: Params) -> Params:
+    """The parameters that single-token steps read, of which they copy none."""
+    if self._stepper is None:
+      self._stepper = self._make_stepper(params)
+    return self._stepper.by_layer(params)
 
-    Layers round them to it in any case, as when a prompt is read with the parameters themselves.
-    """
-    dtype = getattr(self._model, "dtype", jnp.float32)
+  def _make_stepper(self, params: Params) -> _Stepper:
+    """Asks the model which parameters it casts, without computing anything."""
 
-    def cast(path, x):
-      names = {getattr(key, "key", key) for key in path}
-      # A frozen model has its own dtype; the residual projection of routing is float32.
-      if x.ndim < 2 or names & {"frozen", "residual"}:
-        return x
-      return x.astype(dtype)
+    def unstack(params: Params) -> _Unstacked:
+      model, params = self._model.unstack(params)
+      return _Unstacked(model, params)
 
-    # Set while this is traced; the same whatever the parameters.
-    self._stepped, params = self._model.unstack(params)
-    return jax.tree.map_with_path(cast, params)
+    shapes = jax.eval_shape(unstack, params)
+    dtype = jnp.dtype(getattr(self._model, "dtype", jnp.float32))
+    is_cast = jax.tree.map(lambda _: False, shapes.params)
+    if dtype != jnp.float32:  # the dtype of the parameters
 
-  def _num_slots(self, full: LanguageModelCache, longest: int) -> int:
-    """The slots of the caches for the next call; `full` are their largest shapes."""
+      def step(params, token, cache, keys):
+        return self._step(shapes.model, params, keys)(token, cache, None)
+
+      keys = jax.eval_shape(lambda: _row_keys(0, 1, 1))
+      token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+      is_cast = only_cast(step, shapes.params, token, self._full_cache(1), keys, dtype=dtype)
+
+    def by_layer(params: Params) -> Params:
+      params = unstack(params).params
+      return jax.tree.map(lambda x, is_cast: x.astype(dtype) if is_cast else x, params, is_cast)
+
+    return _Stepper(shapes.model, jax.jit(by_layer))
+
+  def _full_cache(self, batch: int) -> PyTree[jax.ShapeDtypeStruct]:
+    """The shapes of the cache of B rows, with all slots."""
+    return jax.eval_shape(lambda: self._model.init_cache(batch))
+
+  def _num_slots(self, full: PyTree[jax.ShapeDtypeStruct], longest: int) -> int:
+    """The slots of the caches for the next call."""
     return attention_cache.num_slots(full, longest - 1 + _CHUNK, self._window)
 
   def _resize_cache(self, cache: LanguageModelCache, *, slots: int) -> LanguageModelCache:
-    full = jax.eval_shape(lambda: self._model.init_cache(len(cache.length)))
-    return attention_cache.resize_caches(cache, full, slots)
+    return attention_cache.resize_caches(cache, self._full_cache(len(cache.length)), slots)
 
-  def _step(self, model, params, keys) -> decode.Step:
+  def _step(self, model: LanguageModel, params: Params, keys: PRNGKeyArray) -> decode.Step:
     """A cached step of a model, whose draws are fixed for each position."""
 
     def step(tokens, cache, lengths):
@@ -266,7 +328,7 @@ class Generator:
 
     return step
 
-  def _full_pass(self, params, keys) -> decode.Step:
+  def _full_pass(self, params: Params, keys: PRNGKeyArray) -> decode.Step:
     """The same by passes over the last window, where earlier tokens keep their segments."""
 
     def next_logits(tokens, num_before):
@@ -277,47 +339,37 @@ class Generator:
 
     return decode.sliding_window(next_logits)
 
-  def _begin_rows(self, params, prompt, lengths, keys, *, slots: int):
+  def _begin_rows(self, params, prompt, lengths, keys, *, slots: int) -> decode.State:
     cache = self._resize_cache(self._model.init_cache(len(prompt)), slots=slots)
     step = self._step(self._model, params, keys)
     return decode.begin(step, cache, prompt, lengths, chunk=self._window)
 
-  def _advance_rows(self, params, state, keys, draw, *, is_cached: bool):
-    if is_cached:
-      step = self._step(self._stepped, params, keys)
-      num_tokens = _CHUNK
-    else:
-      step = self._full_pass(params, keys)
-      num_tokens = _CHUNK_OF_PASSES
-    return decode.advance(step, state, keys, num_tokens=num_tokens, **draw)
+  def _advance_steps(self, params, state, keys, draw) -> tuple[decode.State, jax.Array]:
+    assert self._stepper is not None  # `params` are from `_by_layer`.
+    step = self._step(self._stepper.model, params, keys)
+    return decode.advance(step, state, keys, num_tokens=_CHUNK, **draw)
 
-
-def _with_dtype(x: Any, dtype: jnp.dtype) -> Any:
-  """Sets the computation dtype of all modules nested in `x`."""
-  if isinstance(x, tuple):
-    return tuple(_with_dtype(y, dtype) for y in x)
-  if not isinstance(x, nn.Module):
-    return x
-  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name"}
-  changes: Any = {name: _with_dtype(getattr(x, name), dtype) for name in names}
-  if "dtype" in names:
-    changes["dtype"] = dtype
-  return x.clone(**changes)
+  def _advance_passes(self, params, state, keys, draw) -> tuple[decode.State, jax.Array]:
+    step = self._full_pass(params, keys)
+    return decode.advance(step, state, keys, num_tokens=_CHUNK_OF_PASSES, **draw)
 
 
 def check_prompt(
-  model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, settings: Mapping
+  model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, sample: Sample | ConfigDict
 ) -> None:
   """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
-  length, window = tokenizer.begins_texts + len(tokenizer.encode(prompt)), model.max_length
-  if settings["overflow"] != "continue":
+  length = len(tokenizer.encode(prompt))
+  if tokenizer.begins_texts:
+    length += 1
+  window = model.max_length
+  if sample.overflow != "continue":
     if length > window:
       raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
     longest = window + 1 - max(1, length)
-    if settings["overflow"] == "error" and settings["length"] > longest:
+    if sample.overflow == "error" and sample.length > longest:
       raise UserError(
         f"length: expected at most {longest} after a {name} of {length} tokens (the "
-        f"model's window has {window}), got {settings['length']}; or another overflow"
+        f"model's window has {window}), got {sample.length}; or another overflow"
       )
     return
   mixers = dict.fromkeys(x["name"] for x in sections.mixers_in(model).values())
@@ -326,7 +378,7 @@ def check_prompt(
     bounded.append(f"{model.boundaries.name} boundaries")
   if model.positions == "learned":
     bounded.append("learned positions")
-  if bounded and max(1, length) + settings["length"] - 1 > window:
+  if bounded and max(1, length) + sample.length - 1 > window:
     raise UserError(
       f"overflow: expected slide or error with {' and '.join(bounded)}, which ends with "
       f"the model's window of {window} tokens, got continue"
@@ -348,7 +400,18 @@ def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.nd
   padded = np.full((len(rows), size), fill, np.int32)
   for i, row in enumerate(rows):
     padded[i, : len(row)] = row
-  return padded, np.array([*map(len, rows)], np.int32)
+  return padded, np.array([len(row) for row in rows], np.int32)
+
+
+def _row_keys(seed: int, num_prompts: int, num_samples: int) -> PRNGKeyArray:
+  """A key for each row, which depends on neither number."""
+  # Draws of other implementations depend on the number of rows.
+  key = jax.random.key(seed, impl="threefry2x32")
+  keys = []
+  for j in range(num_prompts):
+    for i in range(num_samples):
+      keys.append(jax.random.fold_in(jax.random.fold_in(key, i), j))
+  return jnp.stack(keys)
 
 
 def _noise(keys: jax.Array, num_before: jax.Array, length: int) -> jax.Array:

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -133,5 +133,6 @@ def _uses_of_while(equation: JaxprEqn, dtype: jnp.dtype) -> list[bool]:
   return [*of_condition[:-num_carried], *of_body[:-num_carried], *map(all, of_carried)]
 
 
-def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-  return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+def _open(jaxpr: Any) -> Jaxpr:
+  """The jaxpr of a `ClosedJaxpr`, or the jaxpr itself."""
+  return getattr(jaxpr, "jaxpr", jaxpr)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from dpjax.data.encoding import count_text
 from dpjax.data.token_files import Split, Tokens
 from dpjax.errors import UserError
 from dpjax.generation import generator
-from dpjax.generation.generator import Sampling
 from dpjax.interop import hnet
 from dpjax.layers.common import Params
 from dpjax.models import build
@@ -164,14 +163,12 @@ class Run:
     return prepare.find_tokens(self.config, self.data)
 
   @overload
-  def generate(self, prompt: str, **settings: Unpack[Sampling]) -> list[str]: ...
+  def generate(self, prompt: str, **settings: Any) -> list[str]: ...
 
   @overload
-  def generate(self, prompt: Sequence[str], **settings: Unpack[Sampling]) -> list[list[str]]: ...
+  def generate(self, prompt: Sequence[str], **settings: Any) -> list[list[str]]: ...
 
-  def generate(
-    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-  ) -> list[str] | list[list[str]]:
+  def generate(self, prompt: str | Sequence[str], **settings: Any) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:
@@ -189,9 +186,7 @@ class Run:
     count = len(texts) // len(prompt)
     return [texts[i * count : (i + 1) * count] for i in range(len(prompt))]
 
-  def stream(
-    self, prompt: str | Sequence[str], **settings: Unpack[Sampling]
-  ) -> Iterator[list[generator.Piece]]:
+  def stream(self, prompt: str | Sequence[str], **settings: Any) -> Iterator[list[generator.Piece]]:
     """Like `generate`, but yields text as it arrives; see `dpjax.generation.Generator.stream`."""
     if not isinstance(prompt, Sequence):
       raise UserError(f"prompt: expected a text, or several, got {prompt!r}")

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import dpjax
+from dpjax import models
 from dpjax.config import registry
 from dpjax.generation import generator as generator_lib
 from dpjax.generation.generator import Generator, _noise
@@ -32,7 +33,7 @@ def make(tokenizer=None, seed=2, mixer="dispatcher", boundaries="none", sample=F
   """
   tokenizer = tokenizer or train_tokenizer("characters", [LETTERS])
   config = dpjax.config.default()
-  config.model.mixer = helpers.component(registry.mixers, mixer, num_heads=3)
+  config.model.mixer = helpers.component(registry.mixers, mixer, num_heads=3, head_width=4)
   config.model.boundaries = helpers.component(
     registry.boundaries, boundaries, space_ids=tokenizer.space_ids, sample=sample
   )
@@ -343,6 +344,70 @@ def test_a_large_cache_grows_with_its_rows(changes, monkeypatch):
   generator._advance[True] = spy
   texts = [write((generator, params), prompts, **settings) for prompts, settings in calls]
   assert texts == expected and slots[:5] == [16, 16, 29, 29, 29]
+
+
+class Fading(dpjax.layers.Mixer):
+  """Sums of what came before, whose decay of almost 1 is float32 whatever the dtype."""
+
+  @nn.compact
+  def mix(self, inputs, context, cache):
+    width = inputs.shape[2]
+    decay = self.param("decay", nn.initializers.constant(0.999), (width, 1), jnp.float32)
+    values = nn.Dense(width, dtype=self.dtype, name="values")(inputs).astype(jnp.float32)
+
+    def add(state_bd, value_bd):
+      state_bd = decay[None, :, 0] * state_bd + value_bd
+      return state_bd, state_bd
+
+    start = jnp.zeros_like(values[:, 0]) if cache is None else cache
+    end, sums = jax.lax.scan(add, start, values.swapaxes(0, 1))
+    sums = (1 - decay[None, None, :, 0]) * sums.swapaxes(0, 1)
+    return nn.Dense(width, dtype=self.dtype, name="out")(sums.astype(self.dtype)), end
+
+  def init_cache(self, batch, width):
+    return jnp.zeros((batch, width))
+
+
+def test_only_what_a_layer_casts_is_rounded():
+  generator, _ = make(seed=None, dtype="bfloat16")
+  stack = generator._model.core.layers
+  block = stack.blocks[0].clone(mixer=Fading(max_length=WINDOW, dtype=jnp.bfloat16))
+  core = models.Hourglass(stack.clone(blocks=(block,)))
+  model = generator._model.clone(core=core)
+  tokens = np.random.default_rng(3).integers(12, size=(2, WINDOW))
+  params = jax.jit(model.init)(jax.random.key(1), tokens)["params"]
+  generator = Generator(generator._settings, generator._sample, model, generator._tokenizer)
+  by_layer = generator._by_layer(params)
+  for layer in by_layer["layers"].values():
+    assert layer["mixer"]["decay"].dtype == jnp.float32
+    for name in ("values", "out"):
+      assert layer["mixer"][name]["kernel"].dtype == jnp.bfloat16
+  step = jax.jit(functools.partial(generator._stepper.model.apply, method="step"))
+  cache, logits = model.init_cache(2), []
+  for t in range(WINDOW):
+    output, cache = step({"params": by_layer}, tokens[:, t : t + 1], cache)
+    logits.append(output.logits)
+  expected = jax.jit(model.apply)({"params": params}, tokens).logits.astype(jnp.float32)
+  got = jnp.concatenate(logits, axis=1).astype(jnp.float32)
+  np.testing.assert_allclose(got, expected, rtol=0, atol=0.03 * abs(expected).max())
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [dict(mixer=name, **ONE) for name in registry.mixers.names()]
+  + [dict(boundaries=name, **POOLED) for name in ("gumbel", "routing")],
+  ids=[*registry.mixers.names(), "gumbel", "routing"],
+)
+def test_matrices_are_stored_in_bfloat16(settings):
+  generator, _ = make(seed=None, dtype="bfloat16", **settings)
+  tokens = jnp.zeros((1, 3), jnp.int32)
+  params = jax.eval_shape(generator._model.init, jax.random.key(0), tokens)["params"]
+  by_layer = jax.eval_shape(generator._make_stepper(params).by_layer, params)
+  for path, x in jax.tree.leaves_with_path(by_layer):
+    is_matrix = x.ndim > 1 and path[-2].key != "residual"  # float32 in routing
+    assert x.dtype == jnp.bfloat16 or not is_matrix, jax.tree_util.keystr(path)
+    if path[-1].key == "scale":
+      assert x.dtype == jnp.float32, jax.tree_util.keystr(path)
 
 
 def test_bfloat16_weights_of_a_float32_model(dispatcher):
