@@ -19,8 +19,9 @@ from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.attention import RelativeAttention, SelfAttention
 from dpjax.layers.boundaries import Boundaries
+from dpjax.layers.common import Params
 from dpjax.layers.extractors import ME
-from dpjax.layers.mixer import Context
+from dpjax.layers.mixer import Context, Mixer
 from dpjax.layers.short_convolution import ShortConvolution
 from dpjax.models.language_model import LanguageModel, LanguageModelOutput
 from dpjax.models.stack import Stack
@@ -285,7 +286,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
     x_btd = stack.cast_residual(args[0])
     shared = Context(positions=args[1].positions)
     unbound, variables = stack.unbind()
-    by_layer, layer_params = unbound.unstack(variables["params"])
+    by_layer, layer_params = unbound.unstack(dict(variables["params"]))
     depth, place = _place_of(stack.path, len(run.model.core.stages))
     for i, block in enumerate(by_layer.blocks):
       params = layer_params[f"blocks_{i}"]
@@ -299,13 +300,13 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
       with nn.intercept_methods(keep):
         x_btd, sown = block.apply({"params": params}, x_btd, shared, mutable=["intermediates"])
       intermediates = sown.get("intermediates") or {}
-      seen = intermediates.get("mixer", {})
+      seen = dict(intermediates.get("mixer") or {})
       weights = _weights(block.mixer, params.get("mixer", {}), mixer_inputs[0], seen, shared)
       if weights is not None:
         names.append(" ".join([*place, str(i + 1), type(block.mixer).__name__]))
         depths.append(depth)
         matrices.append(weights)
-    return x_btd if unbound.out_norm is None else stack.out_norm(x_btd)
+    return x_btd if stack.out_norm is None else stack.out_norm(x_btd)
 
   # Filled while `read` is traced.
   names: list[str] = []
@@ -357,8 +358,13 @@ def _place_of(path: tuple[str, ...], num_stages: int) -> tuple[int, list[str]]:
   return depth, [*["middle"] * depth, path[-1]]
 
 
-def _weights(mixer, params, x_btd, seen, shared: Context) -> jax.Array | None:
-  """[H, T, T], what a mixer reads; None if it does not report it."""
+def _weights(
+  mixer: Mixer, params: Params, x_btd: jax.Array, seen: Mapping, shared: Context
+) -> jax.Array | None:
+  """[H, T, T], what a mixer reads; None if it does not report it.
+
+  `seen` has what it sows for inputs [1, T, D].
+  """
   length = x_btd.shape[1]
   if "reads" in seen:
     return seen["reads"][0][0]
