@@ -71,8 +71,9 @@ def test_parameters_are_told_by_part():
   found = compilation.compile_steps(config, "cpu", steps=())
   parts, (d, f, v) = found["parts"], (24, 56, 41)
   assert sum(parts.values()) == found["parameters"]
-  assert parts["first.mixer"] * 2 == parts["middle.mixer"]
-  assert parts["last.feed_forward"] == 2 * d * f + d + f and parts["first.norms"] == 4 * d
+  assert parts["stages_0.first.mixer"] * 2 == parts["layers.mixer"]
+  assert parts["stages_0.last.feed_forward"] == 2 * d * f + d + f
+  assert parts["stages_0.first.norms"] == 4 * d and parts["stages_0.null_group"] == d
   assert parts["logits"] == d * v + v and parts["embedding"] == v * d
 
 

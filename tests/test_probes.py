@@ -150,7 +150,7 @@ def test_a_run_that_repeats():
     position = jnp.where(earlier, i[None, None], -1).max(-1)
     following = jnp.take_along_axis(tokens, position + 1, 1)
     logits = jax.nn.one_hot(following, 5003) * (position >= 0)[..., None]
-    return LanguageModelOutput(60.0 * logits)
+    return LanguageModelOutput(60.0 * logits, logits)
 
   config = dpjax.config.default()
   config.model.vocab_size = 5003

@@ -308,11 +308,17 @@ class _Programs:
 
 
 def _part(name: str) -> str:
-  """The part of a model that a parameter belongs to: "layers.mixer", "first.norms", "logits"."""
+  """The part of a model that a parameter belongs to.
+
+  layers.blocks_0.mixer.taps           ->  layers.mixer
+  stages_0.first.blocks_0.mixer.taps   ->  stages_0.first.mixer
+  stages_0.null_group, logits.kernel   ->  stages_0.null_group, logits
+  """
   name = re.sub(r"blocks_\d+\.", "", name)
   match = re.match(r"(.*?)(mixer|feed_forward|boundaries)(_norm)?\.", name)
   if not match:
-    return name.partition(".")[0]
+    keys = name.split(".")
+    return ".".join(keys[:2]) if keys[0].startswith("stages_") else keys[0]
   return match[1] + ("norms" if match[3] else match[2])
 
 

@@ -128,7 +128,7 @@ def test_evaluation_sums_the_nats_of_the_logits_without_dropout(plain_update):
   mesh, batch = sharding.make_mesh(), draw_batch()
   params = jax.device_put(state.params, sharding.state_sharding(state.params, mesh))
   model, count = make_model(dropout=0.1, hidden_dropout=0.2), batch["weights"].sum()
-  flat = Flat(VOCAB, WIDTH, 11, model.layers, positions="learned")
+  flat = Flat(VOCAB, WIDTH, 11, model.core, positions="learned")
   for each, mean in ((model, metrics["loss"]), (flat, np.log(VOCAB))):
     step = evaluation.jit_eval_step(each, mesh, losses.Objective())
     sums = step(params, sharding.put_batch(batch, mesh), 0)
