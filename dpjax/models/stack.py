@@ -205,8 +205,7 @@ class UnstackedStack(Stack):
     blocks, params = self._unbound_blocks()
     new = []
     for block, layer, cache in zip(blocks, params, caches, strict=True):
-      # A pure function: several layers may have the same block, which Flax would give parameters
-      # of its own only once.
+      # Layers may share a block, to whose methods Flax would give the first layer's parameters.
       x_btd, cache = block.apply({"params": layer}, x_btd, cache, context, method="step")
       new.append(cache)
     return x_btd if self.out_norm is None else self.out_norm(x_btd), tuple(new)

@@ -173,6 +173,13 @@ def test_wrong_input_is_refused_at_once(dispatcher, settings, message):
     generator.stream(params, **settings)  # before the first token is asked for
 
 
+def test_only_settings_of_samples_are_taken(dispatcher):
+  generator, params = dispatcher
+  for name in ("lenght", "prompt"):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+      generator.stream(params, ["abc"], **{name: "a"})
+
+
 def test_models_that_end_with_their_window_say_so():
   last = dict(mixer=dpjax.config.mixer("attention"))
   pooled = dict(boundaries="fixed", last=last, positions="learned")
