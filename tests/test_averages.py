@@ -5,7 +5,6 @@ import json
 import math
 
 import chex
-import jax
 import numpy as np
 import optax
 import pytest
@@ -31,9 +30,9 @@ def load(workdir, step=None):
 
 def states(workdir, step):
   """The parameters and their average in a checkpoint."""
-  shapes = jax.tree.map(np.asarray, load(workdir).params)
+  abstract = load(workdir).params
   with checkpoints.Checkpoints(workdir / "checkpoints") as saved:
-    return [saved.restore_step(shapes, step, field=x)[1] for x in ("params", "average")]
+    return [saved.restore_step(abstract, step, field=x)[1] for x in ("params", "average")]
 
 
 def settings(text, **changes):
