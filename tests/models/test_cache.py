@@ -87,7 +87,8 @@ CASES = {
   "routing": (pooled(dict(name="routing"), num_layers=1), "chunks"),
 }
 DEFAULT = ("modern", "in turn in the middle")
-SEEDS = {"routing": 6}  # With these parameters no boundary is close to a tie.
+# With these parameters no boundary is close to a tie, and rounding stays small.
+SEEDS = {"offset 0": 14, "entropy": 14, "routing": 6}
 BY_LAYER = ("in turn in the middle", "unigram", "entropy")  # steps with `unstack`ed parameters
 
 
