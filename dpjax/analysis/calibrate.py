@@ -43,7 +43,7 @@ def rates(run: "Run", tokens: np.ndarray, window: int) -> "jax.Array":
     if not ids:
       raise UserError("run: expected token pooling, or a tokenizer with spaces, got neither")
     return _read(run, tokens, window, lambda x, _: whitespace_boundaries(x, ids).mean(1))
-  return _read(run, tokens, window, lambda _, output: output.boundaries.mean(1))
+  return _read(run, tokens, window, lambda _, output: output.stages[0].boundaries.mean(1))
 
 
 def _read(run: "Run", tokens: np.ndarray, window: int, of_output: Callable) -> "jax.Array":

@@ -73,8 +73,9 @@ def test_chunks_say_what_the_whole_says(parts, schedule):
       last = np.take_along_axis(np.asarray(expected), seen[:, None] - 1, axis=1)[:, 0]
       np.testing.assert_allclose(value[rows], last[rows], atol=1e-5)
 
-  of_step = model.unstack(params) if schedule == "steps" else params
-  helpers.check_chunks(model, of_step, TOKENS, output, helpers.SCHEDULES[schedule], check_state)
+  if schedule == "steps":
+    model, params = model.unstack(params)
+  helpers.check_chunks(model, params, TOKENS, output, helpers.SCHEDULES[schedule], check_state)
 
 
 def test_a_frozen_model_without_a_cache_leaves_none(monkeypatch):

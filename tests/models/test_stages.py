@@ -92,8 +92,9 @@ def test_the_least_capacity_and_chunks_give_the_same(pooled):
   least = PoolingHints(capacity=int(full.stages[0].boundaries.sum(1).max()) + 1)
   at_least = jax.jit(partial(model.apply, pooling=least))({"params": params}, TOKENS)
   np.testing.assert_allclose(at_least.logits, full.logits, atol=1e-5)
+  unstacked = model.unstack(params)
   for schedule in helpers.SCHEDULES.values():
-    helpers.check_chunks(model, model.unstack(params), TOKENS, full, schedule)
+    helpers.check_chunks(*unstacked, TOKENS, full, schedule)
 
 
 def test_the_loss_of_each_stage_is_a_mean_over_its_own(pooled):
