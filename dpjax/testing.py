@@ -9,16 +9,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from flax.errors import InvalidRngError
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
-from dpjax.layers.mixer import Mixer
+from dpjax.errors import UserError
+from dpjax.generation.precision import only_cast
+from dpjax.layers.common import Params
+from dpjax.layers.mixer import Context, Mixer
 from dpjax.ops import arrays
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
 _CHUNKS = [(5, (5, 2)), (1, (1, 1)), (5, (0, 4)), (1, (1, 1)), (5, (4, 3))]
-_DOCUMENTS = [(1, 11, 2, 4), (5, 3, 10)]  # their lengths, row by row
+# The row and the positions of each document.
+_DOCUMENTS = [
+  *((0, slice(0, 1)), (0, slice(1, 12)), (0, slice(12, 14)), (0, slice(14, 18))),
+  *((1, slice(0, 5)), (1, slice(5, 8)), (1, slice(8, 18))),
+]
+_ROW_OF_DOCUMENTS = 18
 
 
 def check_mixer(
@@ -28,7 +37,7 @@ def check_mixer(
   max_length: int = 13,
   reach: int | None = None,
   dropout: str = "",
-  gradients: Callable[[Any], Any] = lambda tree: tree,
+  gradients: Callable[[Params], Params] = lambda tree: tree,
   relations: Collection[str] | None = None,
 ) -> None:
   """Checks a mixer with small random inputs, in float32 and bfloat16.
@@ -36,8 +45,8 @@ def check_mixer(
   Parameters begin as the mixer initializes them; those that are zero are drawn from N(0, 0.01).
 
   Args:
-    make: the mixer's class, or a function; called with `max_length=` and `dtype=`.
-      `functools.partial` sets other fields.
+    make: the mixer's class, or a function that makes the mixer; called with `max_length=` and
+      `dtype=`. `functools.partial` sets other fields.
     width: D.
     max_length: the longest T, at least 11.
     reach: the number of positions up to the farthest one that an output depends on, itself
@@ -48,7 +57,8 @@ def check_mixer(
 
   Raises:
     AssertionError: names the relation that the mixer breaks, and says where to look.
-    ValueError: `max_length` is too small, or a relation is unknown.
+    ValueError: `make` makes no `dpjax.layers.Mixer`, `max_length` is too small, or a relation is
+      unknown.
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
@@ -56,7 +66,9 @@ def check_mixer(
   for name in names:
     arrays.choice("relations", name, RELATIONS)
   case = _Case(make, width, max_length, reach, dropout, gradients)
-  case()  # A class that cannot be instantiated raises its own error.
+  module = case()  # A class that cannot be instantiated raises its own error.
+  if not isinstance(module, Mixer):
+    raise UserError(f"make: expected a subclass of dpjax.layers.Mixer, got {type(module)!r}")
   for name in names:
     try:
       RELATIONS[name](case)
@@ -75,16 +87,16 @@ class _Case:
   max_length: int
   reach: int | None
   dropout: str
-  gradients: Callable[[Any], Any]
+  gradients: Callable[[Params], Params]
 
-  def __call__(self, **settings) -> Any:
+  def __call__(self, **settings) -> Mixer:
     return self.make(**{"max_length": self.max_length, **settings})
 
   def draw(self, length: int = _LENGTH, seed: int = 0) -> jax.Array:
     normal = np.random.default_rng(seed).standard_normal((_BATCH, length, self.width))
     return jnp.asarray(normal, jnp.float32)
 
-  def draw_params(self, module: nn.Module) -> Any:
+  def draw_params(self, module: Mixer) -> Params:
     params = jax.jit(module.init)(jax.random.key(0), self.draw()).get("params", {})
     normal = np.random.default_rng(1).standard_normal
     # Zeros, such as initial biases, would hide their effect.
@@ -92,23 +104,35 @@ class _Case:
       lambda x: x if x.any() else jnp.asarray(normal(x.shape) / 10, x.dtype), params
     )
 
-  def with_params(self, module: nn.Module) -> Callable[..., Any]:
-    """The mixer as a function, with parameters."""
-    params = self.draw_params(module)
-    return lambda x, *args, **options: module.apply({"params": params}, x, *args, **options)
+  def with_params(self, module: Mixer) -> Callable[..., Any]:
+    """The mixer as a function, with parameters; with `method="step"` its other door."""
+    return partial(_apply, module, self.draw_params(module))
 
 
-def _expect(condition: Any, message: str) -> None:
+def _apply(module: Mixer, params: Params, *args: Any, **options: Any) -> Any:
+  return module.apply({"params": params}, *args, **options)
+
+
+def _expect(condition: ArrayLike, message: str) -> None:
   np.testing.assert_(condition, message)
 
 
-def _close(output: Any, expected: Any, message: str, scale: Any = None) -> None:
+def _close(
+  output: ArrayLike, expected: ArrayLike, message: str, scale: PyTree[jax.Array] | None = None
+) -> None:
   """Checks equality up to the rounding of sums of size `scale`, by default of all `expected`."""
   atol = 1e-5 * _largest(expected if scale is None else scale)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=atol, err_msg=message)
 
 
-def _largest(tree: Any) -> float:
+def _close_in_bfloat16(output: jax.Array, expected: jax.Array, message: str) -> None:
+  # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
+  got = np.asarray(output, np.float32)
+  want = np.asarray(expected, np.float32)
+  np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max(), err_msg=message)
+
+
+def _largest(tree: PyTree[ArrayLike]) -> float:
   return max((float(np.abs(x).max(initial=0)) for x in jax.tree.leaves(tree)), default=0.0)
 
 
@@ -122,7 +146,8 @@ def _causality(case: _Case) -> None:
   distance_ts = np.arange(_LENGTH)[:, None] - np.arange(_LENGTH)
   # Whether an output position depends on an input position, by derivatives.
   depends_btcs = (np.array(jax.jit(jax.jacrev(mix))(case.draw())) != 0).any(axis=(2, 5))
-  same, rows = np.zeros((_LENGTH, _LENGTH), bool), np.arange(_BATCH)
+  same = np.zeros((_LENGTH, _LENGTH), bool)
+  rows = np.arange(_BATCH)
   for row in rows:
     same |= depends_btcs[row, :, row]
   depends_btcs[rows, :, rows] = False
@@ -139,7 +164,8 @@ def _lengths(case: _Case) -> None:
   Look at padding to a size, at divisions by T, at positions counted from the end, and at shapes of
   parameters, which may depend on `max_length`, but not on T.
   """
-  mix, inputs = case.with_params(case()), case.draw(case.max_length)
+  mix = case.with_params(case())
+  inputs = case.draw(case.max_length)
   lengths = (1, 2, 7, case.max_length)
   outputs = jax.jit(lambda x: [mix(x[:, :length]) for length in lengths])(inputs)
   for length, output in zip(lengths, outputs, strict=True):
@@ -153,7 +179,8 @@ def _single_position(case: _Case) -> None:
 
   Look at sizes such as log2(max_length) and max_length - 1.
   """
-  inputs, module = case.draw(1), case(max_length=1)
+  inputs = case.draw(1)
+  module = case(max_length=1)
   output, variables = jax.jit(module.init_with_output)(jax.random.key(0), inputs)
   _expect(output.shape == inputs.shape, f"got the shape {output.shape}")
   _expect(np.isfinite(output).all(), "an output is not finite")
@@ -166,8 +193,12 @@ def _refusals(case: _Case) -> None:
   Its message has the shape, or max_length and T. `dpjax.layers.Mixer.__call__` checks both.
   """
   longer = case.max_length + 1
-  long, row = case.draw(longer), case.draw()[0]
-  cases = (long, ("max_length", str(case.max_length), str(longer))), (row, (str(row.shape)[1:-1],))
+  long = case.draw(longer)
+  row = case.draw()[0]
+  cases = [
+    (long, ("max_length", str(case.max_length), str(longer))),
+    (row, (str(row.shape)[1:-1],)),
+  ]
   for inputs, words in cases:
     try:
       jax.eval_shape(case().init, jax.random.key(0), inputs)
@@ -194,7 +225,7 @@ def _bfloat16(case: _Case) -> None:
 
   def run(module, dtype):
     def loss(params):
-      output = module.apply({"params": params}, case.draw().astype(dtype))
+      output = _apply(module, params, case.draw().astype(dtype))
       _expect(output.dtype == dtype, f"expected outputs of {dtype}, got {output.dtype}")
       return jnp.sum(output.astype(jnp.float32) ** 2), output
 
@@ -204,9 +235,7 @@ def _bfloat16(case: _Case) -> None:
   expected = jax.tree.leaves_with_path(run(exact, jnp.dtype("float32")))
   outputs = jax.tree.leaves(run(rounded, jnp.dtype("bfloat16")))
   for (path, want), got in zip(expected, outputs, strict=True):
-    name, got = jax.tree_util.keystr(path), got.astype(jnp.float32)
-    # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
-    np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max(), err_msg=name)
+    _close_in_bfloat16(got, want, jax.tree_util.keystr(path))
 
 
 def _dropout(case: _Case) -> None:
@@ -216,7 +245,8 @@ def _dropout(case: _Case) -> None:
   """
   if not case.dropout:
     return
-  mix, inputs = case.with_params(case(**{case.dropout: 0.5})), case.draw()
+  mix = case.with_params(case(**{case.dropout: 0.5}))
+  inputs = case.draw()
 
   @jax.jit
   def train(seed):
@@ -254,10 +284,11 @@ def _gradients(case: _Case) -> None:
 
   Look at parameters that are not used, and at `stop_gradient`, `round` and `argmax`.
   """
-  module, inputs = case(), case.draw(case.max_length)
+  module = case()
+  inputs = case.draw(case.max_length)
 
   def loss(params):
-    return jnp.sum(module.apply({"params": params}, inputs) * inputs[:, ::-1])
+    return jnp.sum(_apply(module, params, inputs) * inputs[:, ::-1])
 
   grads = case.gradients(jax.jit(jax.grad(loss))(case.draw_params(module)))
   for path, grad in jax.tree.leaves_with_path(grads):
@@ -274,13 +305,17 @@ def _chunks(case: _Case) -> None:
   """
   if not case().has_cache:
     return
-  module, inputs = case(), case.draw()
-  step = jax.jit(partial(case.with_params(module), method="step"))
-  full, plans = jax.jit(case.with_params(module))(inputs), [_CHUNKS]
+  module = case()
+  inputs = case.draw()
+  mix = case.with_params(module)
+  step = jax.jit(partial(mix, method="step"))
+  full = jax.jit(mix)(inputs)
+  plans = [_CHUNKS]
   if module.is_unbounded:
     plans.append([(case.max_length + 2, (8, 3)), (5, (3, 5)), (5, (0, 3))])
   for plan in plans:
-    cache, seen = module.init_cache(_BATCH, case.width), [0] * _BATCH
+    cache = module.init_cache(_BATCH, case.width)
+    seen = [0] * _BATCH
     types = jax.tree.map(jax.typeof, cache)
     for size, lengths in plan:
       chunk = np.full((_BATCH, size, case.width), 1e3, np.float32)
@@ -304,8 +339,10 @@ def _tokens(case: _Case) -> None:
   """
   if not case().has_cache:
     return
-  module, inputs = case(), case.draw()
-  mix, traces = case.with_params(module), []
+  module = case()
+  inputs = case.draw()
+  mix = case.with_params(module)
+  traces = []
 
   @jax.jit
   def step(token, cache):
@@ -313,54 +350,74 @@ def _tokens(case: _Case) -> None:
     return mix(token, cache, method="step")
 
   cache = module.init_cache(_BATCH, case.width)
-  outputs: list[Any] = [None] * _LENGTH
+  outputs = []
   for t in range(_LENGTH):
-    outputs[t], cache = step(inputs[:, t : t + 1], cache)
+    output, cache = step(inputs[:, t : t + 1], cache)
+    outputs.append(output)
   _expect(len(traces) == 1, f"expected one program for all tokens, got {len(traces)}")
   _close(jnp.concatenate(outputs, 1), jax.jit(mix)(inputs), "all tokens")
+
+
+def _bfloat16_steps(case: _Case) -> None:
+  """With a cache in bfloat16, parameters stored in bfloat16 give the outputs of whole rows.
+
+  Generation stores the parameters in bfloat16 that a step reads only after a cast to it. Look at
+  parameters that whole rows read in float32 and cached steps in bfloat16.
+  """
+  if not case().has_cache:
+    return
+  dtype = jnp.bfloat16
+  module = case(dtype=dtype)
+  params = case.draw_params(module)
+  inputs = case.draw().astype(dtype)
+  cache = module.init_cache(_BATCH, case.width)
+
+  step = partial(_apply, module, method="step")
+  is_cast = only_cast(step, params, inputs[:, :1], cache, dtype=dtype)
+  stored = jax.tree.map(lambda x, is_cast: x.astype(dtype) if is_cast else x, params, is_cast)
+  jitted = jax.jit(step)
+  outputs = []
+  for t in range(_LENGTH):
+    output, cache = jitted(stored, inputs[:, t : t + 1], cache)
+    outputs.append(output)
+  expected = jax.jit(partial(_apply, module))(params, inputs)
+  _close_in_bfloat16(jnp.concatenate(outputs, 1), expected, "all tokens")
 
 
 def _documents(case: _Case) -> None:
   """Each document of a row gives the same outputs and gradients as alone, and changes no other.
 
   Look at whether a position reads before the start of its document (`document_starts`), at
-  positions, which count from there, and at rows that are longer than `max_length`.
+  positions, which count from there, and at rows that are longer than `max_length`. A class that
+  says `separates_documents = False` must not do all that: it would be refused rows of documents.
   """
   if not case().separates_documents:
+    _documents_are_mixed(case)
     return
-  module, length = case(), sum(_DOCUMENTS[0])
-  params, inputs = {"params": case.draw_params(module)}, case.draw(length)
-  document_starts, parts = np.zeros((_BATCH, length), np.int32), []
-  for row, lengths in enumerate(_DOCUMENTS):
-    ends = np.cumsum(lengths)
-    document_starts[row, ends - lengths] = 1
-    parts += [(row, slice(end - n, end)) for end, n in zip(ends, lengths, strict=True)]
+  module = case()
+  params = case.draw_params(module)
+  inputs = case.draw(_ROW_OF_DOCUMENTS)
+  weights = case.draw(_ROW_OF_DOCUMENTS, seed=5)
 
   def packed(params, x):
-    return module.apply(params, x, document_starts=jnp.asarray(document_starts))
-
-  def apart(params, x):
-    # A row for each document, filled up behind it.
-    rows = [jnp.pad(x[row, part], ((0, _LENGTH), (0, 0)))[:_LENGTH] for row, part in parts]
-    y = module.apply(params, jnp.stack(rows))
-    outputs = [y_td[: part.stop - part.start] for (_, part), y_td in zip(parts, y, strict=True)]
-    return jnp.concatenate(outputs).reshape(x.shape)
+    return _apply(module, params, x, document_starts=_document_starts())
 
   @partial(jax.jit, static_argnums=0)
   def run(mix, x):
     def loss(params, x):
       output = mix(params, x)
-      return jnp.sum(output * case.draw(length, seed=5)), output
+      return jnp.sum(output * weights), output
 
     (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
     return {"output": output, "by parameters": grads[0], "by inputs": grads[1]}
 
-  outputs, expected = run(packed, inputs), run(apart, inputs)
+  outputs = run(packed, inputs)
+  expected = run(partial(_apart, module), inputs)
   for name, of_group in expected.items():
-    paths, wanted = jax.tree.leaves_with_path(outputs[name]), jax.tree.leaves(of_group)
-    for (path, got), want in zip(paths, wanted, strict=True):
+    paths = jax.tree.leaves_with_path(outputs[name])
+    for (path, got), want in zip(paths, jax.tree.leaves(of_group), strict=True):
       _close(got, want, f"{name}{jax.tree_util.keystr(path)} of packed documents", of_group)
-  for row, part in parts:
+  for row, part in _DOCUMENTS:
     changed = run(packed, inputs.at[row, part].add(1.0))
     difference = np.array(abs(changed["output"] - outputs["output"]))
     _expect(difference[row, part].max() > 0, "a document has no effect on itself")
@@ -369,10 +426,53 @@ def _documents(case: _Case) -> None:
     _expect(not difference.any(), message)
 
 
-RELATIONS: dict[str, Callable[[_Case], None]] = {
-  relation.__name__[1:]: relation
-  for relation in (
-    *(_causality, _lengths, _single_position, _refusals, _bfloat16),
-    *(_dropout, _no_key, _gradients, _chunks, _tokens, _documents),
+def _documents_are_mixed(case: _Case) -> None:
+  """Fails if a mixer that says otherwise reads the starts of documents and keeps them apart."""
+  module = case(max_length=_ROW_OF_DOCUMENTS)
+  params = case.draw_params(module)
+
+  @jax.jit
+  def run(x):
+    # The base class refuses the starts where a mixer is called.
+    context = Context(document_starts=_document_starts())
+    packed, _ = module.apply({"params": params}, x, context, None, method="mix")
+    return packed, _apply(module, params, x), _apart(module, params, x)
+
+  packed, whole, apart = run(case.draw(_ROW_OF_DOCUMENTS))
+  reads_starts = not np.array_equal(packed, whole)
+  is_apart = np.allclose(packed, apart, rtol=1e-5, atol=1e-5 * _largest(apart))
+  _expect(
+    not (reads_starts and is_apart),
+    "documents are kept apart: set `separates_documents = True` on the class",
   )
+
+
+def _document_starts() -> jax.Array:
+  starts = np.zeros((_BATCH, _ROW_OF_DOCUMENTS), np.int32)
+  for row, part in _DOCUMENTS:
+    starts[row, part.start] = 1
+  return jnp.asarray(starts)
+
+
+def _apart(module: Mixer, params: Params, x: jax.Array) -> jax.Array:
+  """The outputs of a row of documents, each computed in a row of its own, filled up behind it."""
+  rows = [jnp.pad(x[row, part], ((0, _LENGTH), (0, 0)))[:_LENGTH] for row, part in _DOCUMENTS]
+  y = _apply(module, params, jnp.stack(rows))
+  outputs = [y_td[: part.stop - part.start] for (_, part), y_td in zip(_DOCUMENTS, y, strict=True)]
+  return jnp.concatenate(outputs).reshape(x.shape)
+
+
+RELATIONS: dict[str, Callable[[_Case], None]] = {
+  "causality": _causality,
+  "lengths": _lengths,
+  "single_position": _single_position,
+  "refusals": _refusals,
+  "bfloat16": _bfloat16,
+  "dropout": _dropout,
+  "no_key": _no_key,
+  "gradients": _gradients,
+  "chunks": _chunks,
+  "tokens": _tokens,
+  "bfloat16_steps": _bfloat16_steps,
+  "documents": _documents,
 }

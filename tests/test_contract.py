@@ -21,7 +21,8 @@ from tests import helpers
 BATCH, LENGTH, WIDTH, HEADS, MAX_LENGTH = 2, 11, 6, 2, 13
 LEVELS = dict(dropout="level_dropout")
 WEIGHTS = dict(dropout="dropout")
-# Of every mixer what `check_mixer` must know.
+# The mixers, and the arguments of `check_mixer` that they need. By default, all relations of each
+# are checked.
 MIXERS = {
   "dispatcher": (partial(Dispatcher, num_heads=HEADS), LEVELS),
   "dispatcher_multihead": (partial(MultiHeadDispatcher, num_heads=HEADS), LEVELS),
@@ -35,6 +36,7 @@ MIXERS = {
 }
 # A base so small that no pair of features is nearly still.
 ROTARY = dict(num_heads=3, rotary_base=5.0)
+# Other settings of them; with -m slow.
 VARIANTS = {
   "dispatcher of three levels": (partial(Dispatcher, num_heads=HEADS, num_levels=3), {"reach": 8}),
   "attention without biases": (partial(SelfAttention, num_heads=HEADS, use_bias=False), {}),
@@ -44,25 +46,6 @@ VARIANTS = {
     {"width": 12, "reach": 4},
   ),
   "extraction of he": (partial(layers.HE, adjustment=False, output_projection=False), {}),
-}
-# By default each is asked what sets it apart; the others share the code of these. An output of
-# chunks that is that of the whole depends on no later input.
-ALL = ("dispatcher", "relative_attention")
-APART = {
-  "dispatcher of three levels": ("causality", "chunks"),
-  "dispatcher_multihead": ("causality", "gradients"),
-  "attention": ("chunks", "documents", "dropout", "gradients"),
-  "attention without biases": ("gradients",),
-  "rotary attention": ("tokens",),
-  "local_attention": ("causality", "chunks"),
-  "rotary local attention": ("tokens",),
-  "short_convolution": ("causality", "chunks", "documents", "gradients"),
-  "mamba2": ("chunks", "documents", "gradients"),
-  "she": ("chunks", "gradients"),
-  "he": ("gradients",),
-  "we": ("bfloat16", "chunks", "documents", "gradients"),
-  "me": ("gradients", "single_position"),
-  "extraction of he": ("gradients",),
 }
 
 
@@ -78,16 +61,10 @@ def effective(grads):
 @pytest.mark.parametrize(
   "name, relation",
   [
-    helpers.slow_unless(name in ALL or relation in APART.get(name, ()), name, relation)
+    helpers.slow_unless(name in MIXERS, name, relation)
+    for name, (_, settings) in (MIXERS | VARIANTS).items()
     for relation in testing.RELATIONS
-    for name, (_, settings) in MIXERS.items()
     if relation != "dropout" or "dropout" in settings
-  ]
-  + [
-    helpers.slow_unless(relation in APART[name], name, relation)
-    for relation in testing.RELATIONS
-    if relation != "dropout"
-    for name in VARIANTS
   ],
 )
 def test_keeps_the_contract(name, relation):
@@ -111,7 +88,7 @@ def draw_params(module):
   return jax.tree.map(lambda x: jnp.float32(generator.standard_normal(x.shape) / 2), shapes)
 
 
-@pytest.mark.parametrize("name", [*ALL, "attention", "mamba2", "we"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_a_batch_may_be_empty(name):
   make, settings = MIXERS[name]
   module, inputs = make(max_length=MAX_LENGTH), jnp.zeros((3, LENGTH, settings.get("width", WIDTH)))
@@ -120,12 +97,9 @@ def test_a_batch_may_be_empty(name):
 
 
 def test_starts_of_documents_with_a_cache_are_refused():
-  module, document_starts = (
-    Dispatcher(num_heads=HEADS, max_length=MAX_LENGTH),
-    np.eye(LENGTH, dtype=np.int32)[[0, 0]],
-  )
+  module = Dispatcher(num_heads=HEADS, max_length=MAX_LENGTH)
   cache = module.init_cache(BATCH, WIDTH)
-  context = layers.Context(document_starts=jnp.asarray(document_starts))
+  context = layers.Context(document_starts=jnp.eye(LENGTH, dtype=jnp.int32)[:BATCH])
   with pytest.raises(ValueError, match="document_starts: expected None with a cache"):
     module.init(jax.random.key(0), draw(), cache, context, method="step")
 

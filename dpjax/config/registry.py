@@ -23,9 +23,9 @@ from dpjax.errors import UserError
 
 if TYPE_CHECKING:
   import optax
-  from flax import linen as nn
 
   from dpjax.layers.boundaries import Boundaries
+  from dpjax.layers.mixer import Mixer
   from dpjax.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def import_plugin(module: str) -> None:
     raise UserError(f"--plugin: {expected}, got {module} ({reason})") from error
 
 
-def _mixers() -> "dict[str, Callable[..., nn.Module]]":
+def _mixers() -> "dict[str, Callable[..., Mixer]]":
   from dpjax.layers import attention, dispatcher, extractors, mamba2, short_convolution
 
   return {
@@ -329,7 +329,24 @@ tokenizers = Registry(
 )
 KINDS = {each.kind: each for each in (mixers, boundaries, optimizers, schedules, tokenizers)}
 
-register_mixer = mixers.register
+
+def register_mixer(name: str, component: "Callable[..., Mixer]") -> None:
+  """Registers a subclass of `dpjax.layers.Mixer`, or a function that makes a mixer, under a name.
+
+  Raises:
+    ValueError: the name is taken or not an identifier, the class is no mixer, or the function does
+      not take `max_length`.
+  """
+  from dpjax.layers.mixer import Mixer
+
+  if isinstance(component, type):
+    is_mixer = issubclass(component, Mixer) and component.mix is not Mixer.mix
+    if not is_mixer:
+      expected = "expected a subclass of dpjax.layers.Mixer that writes `mix`"
+      raise UserError(f"mixer: {expected}, got {component!r}")
+  mixers.register(name, component)
+
+
 register_boundaries = boundaries.register
 register_optimizer = optimizers.register
 register_schedule = schedules.register

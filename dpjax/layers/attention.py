@@ -105,7 +105,9 @@ class SelfAttention(_Attention):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: ops.AttentionCache | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: ops.AttentionCache | None
+  ) -> tuple[jax.Array, ops.AttentionCache | None]:
     """See `Mixer`."""
     init = nn.initializers.xavier_uniform()
     q_bthe, k_bthe, v_bthe = self._queries_keys_values(inputs, init, self.use_bias)
@@ -119,7 +121,9 @@ class SelfAttention(_Attention):
     """See `Mixer`; keys and values, [B, H, max_length, E]."""
     return self._init_slots(batch, width, self.max_length)
 
-  def _attend(self, q_bthe, k_bthe, v_bthe, context: Context) -> jax.Array:
+  def _attend(
+    self, q_bthe: jax.Array, k_bthe: jax.Array, v_bthe: jax.Array, context: Context
+  ) -> jax.Array:
     """The attention of whole rows."""
     q_bthe, k_bthe = self._rotate(q_bthe, k_bthe, context, None)
     rate, key = self._dropout(context)
@@ -133,7 +137,12 @@ class SelfAttention(_Attention):
     )
 
   def _attend_cached(
-    self, q_bche, k_bche, v_bche, context: Context, cache: ops.AttentionCache
+    self,
+    q_bche: jax.Array,
+    k_bche: jax.Array,
+    v_bche: jax.Array,
+    context: Context,
+    cache: ops.AttentionCache,
   ) -> tuple[jax.Array, ops.AttentionCache]:
     """The attention of the next positions to them and those in the cache."""
     q_bche, k_bche = self._rotate(q_bche, k_bche, context, cache)
@@ -155,7 +164,8 @@ class SelfAttention(_Attention):
     """Queries and keys, rotated by the position of each in its row or document."""
     if self.rotary_base is None:
       return q_bthe, k_bthe
-    length, features = q_bthe.shape[1], self.rotary_features or q_bthe.shape[3]
+    length = q_bthe.shape[1]
+    features = self.rotary_features or q_bthe.shape[3]
     table = jnp.asarray(ops.rotary_angles(self.max_length, features, self.rotary_base))
     position_bt = None
     if cache is not None:
@@ -194,12 +204,15 @@ class LocalAttention(SelfAttention):
     """See `Mixer`; keys and values, [B, H, window, E]."""
     return self._init_slots(batch, width, self.window)
 
-  def _attend(self, q_bthe, k_bthe, v_bthe, context: Context) -> jax.Array:
+  def _attend(
+    self, q_bthe: jax.Array, k_bthe: jax.Array, v_bthe: jax.Array, context: Context
+  ) -> jax.Array:
     if self.rotary_base is not None:
       # Scores depend only on distances, so positions in the row also serve documents.
-      length, features = q_bthe.shape[1], self.rotary_features or q_bthe.shape[3]
-      angles = jnp.asarray(ops.rotary_angles(length, features, self.rotary_base))[None]
-      q_bthe, k_bthe = ops.rotate(q_bthe, angles), ops.rotate(k_bthe, angles)
+      features = self.rotary_features or q_bthe.shape[3]
+      angles = jnp.asarray(ops.rotary_angles(q_bthe.shape[1], features, self.rotary_base))[None]
+      q_bthe = ops.rotate(q_bthe, angles)
+      k_bthe = ops.rotate(k_bthe, angles)
     rate, key = self._dropout(context)
     return ops.causal_attention(
       ops.as_factor(q_bthe),
@@ -211,7 +224,14 @@ class LocalAttention(SelfAttention):
       dropout_key=key,
     )
 
-  def _attend_cached(self, q_bche, k_bche, v_bche, context: Context, cache: ops.AttentionCache):
+  def _attend_cached(
+    self,
+    q_bche: jax.Array,
+    k_bche: jax.Array,
+    v_bche: jax.Array,
+    context: Context,
+    cache: ops.AttentionCache,
+  ) -> tuple[jax.Array, ops.AttentionCache]:
     return ops.local_attention_cached(
       q_bche,
       k_bche,
@@ -275,11 +295,12 @@ class RelativeAttention(_Attention):
     )
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: RelativeAttentionCache | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: RelativeAttentionCache | None
+  ) -> tuple[jax.Array, RelativeAttentionCache | None]:
     """See `Mixer`; `context.positions` have T or more distances, with a cache `max_length`."""
     length = inputs.shape[1] if cache is None else self.max_length
     positions = self._positions(length, inputs.shape[2], context)
-    biases = positions.content_bias, positions.position_bias
     q_bthe, k_bthe, v_bthe = self._queries_keys_values(inputs, linear_kernel, use_bias=True)
     project = linear(self, inputs.shape[2], "distances", use_bias=True)
     if cache is None:
@@ -290,7 +311,8 @@ class RelativeAttention(_Attention):
         ops.as_factor(k_bthe),
         ops.as_factor(v_bthe),
         ops.as_factor(r_rhe),
-        *biases,
+        positions.content_bias,
+        positions.position_bias,
         document_starts=context.document_starts,
         dropout_rate=rate,
         dropout_key=key,
@@ -302,7 +324,8 @@ class RelativeAttention(_Attention):
         k_bthe,
         v_bthe,
         r_hre.swapaxes(0, 1),
-        *biases,
+        positions.content_bias,
+        positions.position_bias,
         cache.attention,
         lengths=context.lengths,
       )
@@ -336,7 +359,9 @@ def _project_once(
   free, variables = project.unbind()
 
   def fill(_):
-    r_rhe = free.apply(variables, table_rd).reshape(length, heads, features)
+    r_rd = free.apply(variables, table_rd)
+    assert isinstance(r_rd, jax.Array)
+    r_rhe = r_rd.reshape(length, heads, features)
     return r_rhe.swapaxes(0, 1).reshape(-1), jnp.zeros((), bool)
 
   # At every token it would be most of the cost. A loop of at most one round, as `lax.cond` would

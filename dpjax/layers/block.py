@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dpjax import ops
+from dpjax.errors import UserError
 from dpjax.layers.common import Dropout, check_settings, linear, symmetric_uniform
 from dpjax.layers.mixer import Cache, Context, Mixer, as_context
 from dpjax.ops import arrays
@@ -79,9 +80,12 @@ class Block(nn.Module):
     feed_forward: a `FeedForward`, or any module that takes `deterministic`; None for no second
       branch.
     mixer_norm: the N of the mixer, such as `Norm()`.
-    feed_forward_norm: that of the feed-forward network, another instance, or None.
+    feed_forward_norm: that of the feed-forward network, another instance; None without one.
     is_pre_norm: whether the norms come before the branches.
     dropout: dropout rate of both branches, before they are added.
+
+  Raises:
+    ValueError: `mixer` is no `Mixer`, or the feed-forward network has no norm.
   """
 
   mixer: Mixer
@@ -90,6 +94,11 @@ class Block(nn.Module):
   feed_forward_norm: nn.Module | None
   is_pre_norm: bool = False
   dropout: float = 0.0
+
+  def __post_init__(self):
+    if not isinstance(self.mixer, Mixer):
+      raise UserError(f"mixer: expected a dpjax.layers.Mixer, got {self.mixer!r}")
+    super().__post_init__()
 
   def __call__(
     self,
@@ -127,6 +136,8 @@ class Block(nn.Module):
     x_btd = self._add(self.mixer_norm, x_btd, branch_btd, context)
     if self.feed_forward is None:
       return x_btd, cache
+    if self.feed_forward_norm is None:
+      raise UserError("feed_forward_norm: expected a norm beside a feed-forward network, got None")
     branch_btd = self._normed(self.feed_forward_norm, x_btd)
     branch_btd = self.feed_forward(branch_btd, deterministic=context.deterministic)
     return self._add(self.feed_forward_norm, x_btd, branch_btd, context), cache

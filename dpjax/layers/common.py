@@ -82,7 +82,7 @@ class Norm(nn.Module):
   """
 
   norm_type: str = "layer_norm"
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
   gain_std: float = 0.0
   use_bias: bool = True
   epsilon: float = 1e-5

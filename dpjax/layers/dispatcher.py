@@ -49,7 +49,9 @@ class Dispatcher(Mixer):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: ops.ShiftAndSumCache | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: ops.ShiftAndSumCache | None
+  ) -> tuple[jax.Array, ops.ShiftAndSumCache | None]:
     """See `Mixer`."""
     level_keep = self._draw_levels(context)
     v_bthe, g_bthk = self._values_and_gates(inputs)

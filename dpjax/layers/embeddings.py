@@ -96,6 +96,8 @@ class TokenAndPosition(nn.Module):
   def _check(self, shape: tuple[int, ...], context: Context) -> None:
     check_settings(self, sizes=("vocab_size", "width", "max_length"), rates=("dropout",))
     arrays.choice("positions", self.positions, ("sinusoidal", "learned", "none"))
+    if context.num_before is not None:
+      arrays.check("num_before", context.num_before, Integer[Array, "B"])
     if context.document_starts is not None:
       ops.check_starts(context.document_starts, shape)
       if context.num_before is not None:
@@ -143,7 +145,8 @@ def _sinusoidal_rows(position_bt: jax.Array, width: int) -> jax.Array:
   # angles are 32-bit integers in units of 2**-32 turns, whose overflow drops whole turns.
   frequency_f = 10000.0 ** (-np.arange(0, width, 2) / width)
   units_f = frequency_f / (2 * np.pi) * 2.0**32
-  whole_f, rest_f = units_f.astype(np.uint32), (units_f % 1).astype(np.float32)
+  whole_f = units_f.astype(np.uint32)
+  rest_f = (units_f % 1).astype(np.float32)
   position_bt1 = position_bt[..., None]
   angle_btf = position_bt1.astype(jnp.uint32) * whole_f[None, None]
   angle_btf += (position_bt1.astype(jnp.float32) * rest_f[None, None]).astype(jnp.uint32)

@@ -44,7 +44,9 @@ class ME(Mixer):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: ops.ConvolutionCache | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: ops.ConvolutionCache | None
+  ) -> tuple[jax.Array, ops.ConvolutionCache | None]:
     """See `Mixer`."""
     x_btd = self._values(inputs).astype(self.dtype)
     shape = self.max_length, *self._tap_shape(inputs.shape[-1])

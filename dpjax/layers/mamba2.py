@@ -18,7 +18,7 @@ class Mamba2Cache(NamedTuple):
 
   Attributes:
     convolution: the last k - 1 inputs of the short convolution, [B, k - 1, I + 2 N].
-    state: [B, H, P, N], float32.
+    state: h, [B, H, P, N], float32.
   """
 
   convolution: jax.Array
@@ -26,16 +26,20 @@ class Mamba2Cache(NamedTuple):
 
 
 class Mamba2(Mixer):
-  """A selective state space behind a short convolution, gated and normalised.
+  """A selective state space behind a short convolution, gated and normalized.
 
-    [z, u, dt] = x W_in                     z [I], u [I + 2 N], dt [H];  I = expand D, P = I / H
-    [v, b, c]  = silu(short_convolution(u, taps) + bias)
-    s_t = exp(d_t a) s_{t-1} + d_t v_t b_t^T     d = softplus(dt + dt_bias),  a = -exp(A_log)
-    y_t = s_t c_t + skip v_t
-    out = (g / sqrt(mean(g**2) + 1e-5) gain) W_out          g = y silu(z)
+    [z, xbc, dt] = u W_in                     u [D] the layer's input, z [I], xbc [I + 2 N], dt [H]
+    [x, b, c]    = silu(convolve(xbc) + bias)               over k positions; x [I], b [N], c [N]
+    dt           = softplus(dt + dt_bias)
+    a            = -exp(A_log)
+    h_t          = exp(dt_t a) h_{t-1} + dt_t x_t b_t^T     for each head: h [P, N], x [P]
+    y_t          = h_t c_t + skip x_t
+    out          = rms_norm(y silu(z)) W_out                with a gain, epsilon 1e-5
 
-  with one group of b and c for all heads. It has D (3 I + 2 N + H) + (k + 1) (I + 2 N) + 3 H + I
-  parameters, costs O(T), and generates with a cache of fixed size.
+  with I = expand D = H P, and one b and c for all heads. The paper writes Delta for dt, capital
+  letters for a, b and c, and D for skip. The layer has
+  D (3 I + 2 N + H) + (k + 1) (I + 2 N) + 3 H + I parameters, costs O(T), and generates with a
+  cache of fixed size.
 
   Attributes:
     state_width: N.
@@ -60,53 +64,50 @@ class Mamba2(Mixer):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: Mamba2Cache | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: Mamba2Cache | None
+  ) -> tuple[jax.Array, Mamba2Cache | None]:
     """See `Mixer`."""
-    width = inputs.shape[-1]
+    batch, length, width = inputs.shape
     inner, heads = self._sizes(width)
     mixed = inner + 2 * self.state_width
-    joined = linear(self, inner + mixed + heads, "in")(inputs)
-    z_bti, u_btf, dt_bth = jnp.split(joined, [inner, inner + mixed], axis=-1)
-    past, state = (None, None) if cache is None else cache
-    u_btf, past = self._convolve(u_btf, context, past)
-    y_bti, state = self._scan_states(u_btf, dt_bth, context, state)
-    gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
-    g_bti = y_bti * nn.silu(z_bti.astype(jnp.float32))
-    out = linear(self, width, "out", scale=self.out_scale)
-    y_btd = out(norms.rms_norm(g_bti, gain).astype(self.dtype))
-    return y_btd, None if cache is None else Mamba2Cache(past, state)
-
-  def _convolve(self, u_btf: jax.Array, context: Context, past: jax.Array | None):
-    """The short convolution, its bias and its silu; and the next past."""
     uniform = symmetric_uniform(self.num_taps**-0.5)
-    shape = self.num_taps, u_btf.shape[-1]
-    taps = self.param("taps", uniform, shape, jnp.float32).astype(self.dtype)
-    bias = self.param("taps_bias", uniform, shape[1:], jnp.float32).astype(self.dtype)
-    if past is None:
-      u_btf = ops.short_convolution(u_btf, taps, document_starts=context.document_starts)
-    else:
-      u_btf, past = ops.short_convolution_cached(u_btf, taps, past, lengths=context.lengths)
-    return nn.silu(u_btf + bias[None, None]), past
-
-  def _scan_states(
-    self, u_btf: jax.Array, dt_bth: jax.Array, context: Context, state: jax.Array | None
-  ):
-    """y_t for all t, [B, T, I], float32; and the next state."""
-    batch, length, heads = dt_bth.shape
-    inner = heads * self.head_width
-    v_bti, b_btn, c_btn = jnp.split(u_btf, [inner, inner + self.state_width], axis=-1)
-    v_bthp = v_bti.reshape(batch, length, heads, self.head_width)
+    taps = self.param("taps", uniform, (self.num_taps, mixed), jnp.float32).astype(self.dtype)
+    taps_bias = self.param("taps_bias", uniform, (mixed,), jnp.float32).astype(self.dtype)
     dt_bias = self.param("dt_bias", _dt_bias, (heads,), jnp.float32)
     a_log = self.param("a_log", _a_log, (heads,), jnp.float32)
     skip = self.param("skip", nn.initializers.ones, (heads,), jnp.float32)
-    d_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias[None, None])
-    space = v_bthp, d_bth, -jnp.exp(a_log), b_btn[:, :, None], c_btn[:, :, None]
-    if state is None:
-      y_bthp = ops.selective_state_space(*space, document_starts=context.document_starts)
+    gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
+
+    joined = linear(self, inner + mixed + heads, "in")(inputs)
+    z_bti, xbc_btf, dt_bth = jnp.split(joined, [inner, inner + mixed], axis=-1)
+    if cache is None:
+      xbc_btf = ops.short_convolution(xbc_btf, taps, document_starts=context.document_starts)
     else:
-      y_bthp, state = ops.selective_state_space_cached(*space, state, lengths=context.lengths)
-    y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * v_bthp.astype(jnp.float32)
-    return y_bthp.reshape(batch, length, inner), state
+      xbc_btf, convolution = ops.short_convolution_cached(
+        xbc_btf, taps, cache.convolution, lengths=context.lengths
+      )
+      cache = cache._replace(convolution=convolution)
+    xbc_btf = nn.silu(xbc_btf + taps_bias[None, None])
+    x_bti, b_btn, c_btn = jnp.split(xbc_btf, [inner, inner + self.state_width], axis=-1)
+    x_bthp = x_bti.reshape(batch, length, heads, self.head_width)
+    b_btgn = b_btn[:, :, None]  # one group of heads
+    c_btgn = c_btn[:, :, None]
+    dt_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias[None, None])
+    a = -jnp.exp(a_log)
+    if cache is None:
+      y_bthp = ops.selective_state_space(
+        x_bthp, dt_bth, a, b_btgn, c_btgn, document_starts=context.document_starts
+      )
+    else:
+      y_bthp, state = ops.selective_state_space_cached(
+        x_bthp, dt_bth, a, b_btgn, c_btgn, cache.state, lengths=context.lengths
+      )
+      cache = cache._replace(state=state)
+    y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * x_bthp.astype(jnp.float32)
+    y_bti = y_bthp.reshape(batch, length, inner) * nn.silu(z_bti.astype(jnp.float32))
+    out = linear(self, width, "out", scale=self.out_scale)
+    return out(norms.rms_norm(y_bti, gain).astype(self.dtype)), cache
 
   def init_cache(self, batch: int, width: int) -> Mamba2Cache:
     """See `Mixer`."""
@@ -129,8 +130,8 @@ class Mamba2(Mixer):
 
 def _dt_bias(key, shape, dtype):
   """The inverse of softplus at exp(U(log 0.001, log 0.1)), so that steps begin there."""
-  low, high = math.log(1e-3), math.log(0.1)
-  step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, dtype, low, high)), 1e-4)
+  log_step = jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1))
+  step = jnp.maximum(jnp.exp(log_step), 1e-4)
   return step + jnp.log(-jnp.expm1(-step))
 
 

@@ -67,14 +67,17 @@ def as_context(
   """
   if context is None:
     return Context(deterministic=deterministic, document_starts=document_starts, lengths=lengths)
-  keywords = {
-    "deterministic": None if deterministic else deterministic,
-    "document_starts": document_starts,
-    "lengths": lengths,
-  }
-  passed = [name for name, value in keywords.items() if value is not None]
+  passed = []
+  if not deterministic:
+    passed.append("deterministic")
+  if document_starts is not None:
+    passed.append("document_starts")
+  if lengths is not None:
+    passed.append("lengths")
   if passed:
-    raise ValueError(f"{', '.join(passed)}: expected none beside a context, which has them")
+    raise UserError(
+      f"{', '.join(passed)}: expected a field of the context, got a keyword beside it"
+    )
   return context
 
 

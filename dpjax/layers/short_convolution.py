@@ -34,7 +34,9 @@ class ShortConvolution(Mixer):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: jax.Array | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
     """See `Mixer`."""
     width = inputs.shape[-1]
     b_btd, c_btd, v_btd = jnp.split(linear(self, 3 * width, "in")(inputs), 3, axis=-1)

@@ -8,6 +8,7 @@ import pytest
 from jax import export
 
 import dpjax
+from dpjax import layers
 from tests import helpers
 from tests.layers.test_hostile_layers import LAYERS, TOKENS
 
@@ -46,11 +47,11 @@ def test_every_layer(layer, fields, inputs):
   inputs = {name: jax.numpy.asarray(x) for name, x in inputs.items()}
   params = module.init(jax.random.key(0), **inputs)
   check(lambda params, inputs: module.apply(params, **inputs), params, inputs)
-  if hasattr(module, "init_cache"):
+  if isinstance(module, layers.Mixer):
     x, lengths = inputs["inputs"], np.array([3, 7], np.int32)
 
     def continued(params, x, cache, lengths):
-      return module.apply(params, x, cache=cache, lengths=lengths)
+      return module.apply(params, x, cache, lengths=lengths, method="step")
 
     check(continued, params, x, module.init_cache(*x.shape[::2]), lengths)
 
@@ -64,6 +65,7 @@ def test_models(mixer, boundaries):
   check(lambda params, tokens: model.apply(params, tokens).logits, params, np.int32(TOKENS))
 
   def continued(params, tokens, cache):
-    return model.apply(params, tokens, cache=cache).logits
+    output, cache = model.apply(params, tokens, cache, method="step")
+    return output.logits, cache
 
   check(continued, params, np.int32(TOKENS), model.init_cache(2))

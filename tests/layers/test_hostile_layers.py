@@ -35,7 +35,7 @@ LAYERS = [
   (
     layers.TokenAndPosition,
     dict(vocab_size=5, width=6, max_length=9),
-    dict(tokens=TOKENS, num_before=np.array([4, 0])),
+    dict(tokens=TOKENS, document_starts=STARTS),
   ),
   (layers.Fixed, dict(offset=0), dict(hidden=X, tokens=TOKENS, document_starts=STARTS)),
   (layers.Whitespace, dict(space_ids=(0, 3)), dict(hidden=X, tokens=TOKENS)),
@@ -92,7 +92,7 @@ def test_a_layer_names_what_is_wrong(layer, fields, inputs):
     for name in inputs
     if name not in UNREAD and f"{name} of {layer.__name__}" not in UNREAD
     for value in NOTHING
-    if value is not None or name not in ("document_starts", "num_before")
+    if value is not None or name != "document_starts"
   ]
   complaints = []
   for name, value, *arguments in changed:
@@ -107,3 +107,28 @@ def test_a_layer_names_what_is_wrong(layer, fields, inputs):
     else:
       complaints.append(f"{name} = {value!r} is taken")
   assert not complaints, "\n".join(complaints)
+
+
+MIXER = layers.ME(max_length=9)
+EMBEDDING = layers.TokenAndPosition(vocab_size=5, width=6, max_length=9)
+
+
+def step(x, context):
+  return MIXER.init(jax.random.key(0), x, MIXER.init_cache(2, 6), context, method="step")
+
+
+@pytest.mark.parametrize(
+  "call, field",
+  [
+    (lambda context: MIXER.init(jax.random.key(0), X, context), "document_starts"),
+    (lambda context: EMBEDDING.init(jax.random.key(0), TOKENS, context), "document_starts"),
+    (lambda context: EMBEDDING.init(jax.random.key(0), TOKENS, context), "num_before"),
+    (lambda context: step(X, context), "lengths"),
+  ],
+)
+def test_a_layer_names_what_is_wrong_in_a_context(call, field):
+  for value in NOTHING:
+    if value is None:
+      continue
+    with pytest.raises(ValueError, match=f"^{field}: expected "):
+      call(layers.Context(**{field: value}))
