@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -30,63 +29,78 @@ def min_gru(monkeypatch):
   del sys.modules["my_mixer"]
 
 
-def peeks_ahead(module, call, x, **options):
-  return call(x.at[:, :-1].add(0.01 * x[:, 1:]), **options)
+def peeks_ahead(module, mix, x, context, cache):
+  return mix(x.at[:, :-1].add(0.01 * x[:, 1:]), context, cache)
 
 
-def sees_two(module, call, x, **options):
-  return call(x, **options) * 0 + x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+def sees_two(module, mix, x, context, cache):
+  y, cache = mix(x, context, cache)
+  return y * 0 + x + jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1], cache
 
 
-def centres_the_batch(module, call, x, **options):
-  return call(x - jnp.mean(x, axis=0, keepdims=True), **options)
+def centres_the_batch(module, mix, x, context, cache):
+  return mix(x - jnp.mean(x, axis=0, keepdims=True), context, cache)
 
 
-def divides_by_the_length(module, call, x, **options):
-  return call(x, **options) / x.shape[1]
+def divides_by_the_length(module, mix, x, context, cache):
+  y, cache = mix(x, context, cache)
+  return y / x.shape[1], cache
 
 
-def drops_by_one_key(module, call, x, *, deterministic, **options):
-  drop = nn.Dropout(module.rate, deterministic=deterministic)
-  return drop(call(x, **options), rng=jax.random.key(0))
+def drops_nothing(module, mix, x, context, cache):
+  return mix(x, context, cache)
 
 
-def always_draws_a_key(module, call, x, *, deterministic, **options):
-  if not deterministic:
+def drops_by_one_key(module, mix, x, context, cache):
+  y, cache = mix(x, context, cache)
+  drop = nn.Dropout(module.rate, deterministic=context.deterministic)
+  return drop(y, rng=jax.random.key(0)), cache
+
+
+def always_draws_a_key(module, mix, x, context, cache):
+  if not context.deterministic:
     module.make_rng("dropout")
-  return call(x, **options)
+  return mix(x, context, cache)
 
 
-def has_an_unused_parameter(module, call, x, **options):
+def has_an_unused_parameter(module, mix, x, context, cache):
   module.param("unused", nn.initializers.ones, (3,))
-  return call(x, **options)
+  return mix(x, context, cache)
 
 
-def joins_two_documents(module, call, x, *, document_starts=None, **options):
-  if document_starts is not None:
-    options["document_starts"] = document_starts * (np.arange(18) < 5)
-  return call(x, **options)
+def joins_two_documents(module, mix, x, context, cache):
+  if context.document_starts is not None:
+    starts = context.document_starts * np.int32(np.arange(18) < 5)[None]
+    context = context.replace(document_starts=starts)
+  return mix(x, context, cache)
 
 
-def forgets(module, call, x, *, cache=None, **options):
-  output = call(x, cache=cache, **options)
-  return output if cache is None else (output[0], cache)
+def forgets(module, mix, x, context, cache):
+  y, _ = mix(x, context, cache)
+  return y, cache
 
 
-def ignores_padding(module, call, x, *, lengths=None, **options):
-  return call(x, **options)
+def ignores_padding(module, mix, x, context, cache):
+  return mix(x, context.replace(lengths=None), cache)
 
 
-def divides_by_zero_alone(module, call, x, **options):
-  return call(x, **options) / (module.max_length - 1)
+def rounds_in_steps(module, mix, x, context, cache):
+  # 1.001**500 is 1.65, and 1 where bfloat16 rounds the factor.
+  factor = module.param("factor", nn.initializers.constant(1.001), (1,))
+  if cache is not None:
+    factor = factor.astype(module.dtype)
+  y, cache = mix(x, context, cache)
+  return y * (factor.astype(jnp.float32) ** 500).astype(module.dtype)[None, None], cache
 
 
-def cuts_what_is_too_long(module, call, x, **options):
-  return call(x[:, : module.max_length], **options)
+def divides_by_zero_alone(module, mix, x, context, cache):
+  y, cache = mix(x, context, cache)
+  return y / (module.max_length - 1), cache
 
 
-def gives_float32(module, call, x, **options):
-  return call(x, **options).astype(jnp.float32)
+def gives_float32(module, mix, x, context, cache):
+  y, cache = mix(x, context, cache)
+  return y.astype(jnp.float32), cache
 
 
 BROKEN = [
@@ -95,15 +109,15 @@ BROKEN = [
   ("causality", centres_the_batch, "an output depends on another row"),
   ("lengths", divides_by_the_length, "T = 1"),
   ("single_position", divides_by_zero_alone, "an output is not finite"),
-  ("refusals", cuts_what_is_too_long, r"an input of shape \(2, 14, 6\) is taken"),
   ("bfloat16", gives_float32, "expected outputs of bfloat16, got float32"),
-  ("dropout", ignores_padding, "drops nothing"),
+  ("dropout", drops_nothing, "drops nothing"),
   ("dropout", drops_by_one_key, "ignores the key"),
   ("no_key", always_draws_a_key, "InvalidRngError"),
   ("gradients", has_an_unused_parameter, "'unused'"),
   ("chunks", forgets, "row 0 from position 5 on"),
   ("chunks", ignores_padding, "row 1 from position 2 on"),
   ("tokens", forgets, "all tokens"),
+  ("bfloat16_steps", rounds_in_steps, "all tokens"),
   ("documents", joins_two_documents, "of packed documents"),
 ]
 
@@ -114,67 +128,94 @@ def test_the_contract_finds_what_is_broken(min_gru, relation, breakage, message)
     rate: float = 0.0
 
     @nn.compact
-    def __call__(self, inputs, *, deterministic=True, **cached):
-      call = partial(min_gru.__call__, self)
-      return breakage(self, call, inputs, deterministic=deterministic, **cached)
+    def mix(self, inputs, context, cache):
+      return breakage(self, super().mix, inputs, context, cache)
 
   with pytest.raises(AssertionError, match=rf"(?s)^{relation}: .*({message})"):
     testing.check_mixer(Broken, dropout="rate", relations=[relation])
 
 
+def test_a_mixer_that_cuts_its_inputs_is_broken(min_gru):
+  class Cuts(min_gru):
+    def __call__(self, inputs, context=None, **keywords):
+      return super().__call__(inputs[:, : self.max_length], context, **keywords)
+
+  message = r"(?s)^refusals: .*an input of shape \(2, 14, 6\) is taken"
+  with pytest.raises(AssertionError, match=message):
+    testing.check_mixer(Cuts, relations=["refusals"])
+
+
+def test_a_mixer_that_does_not_say_that_it_separates_documents_is_broken(min_gru):
+  class Silent(min_gru):
+    separates_documents = False
+
+  with pytest.raises(AssertionError, match="(?s)^documents: .*set `separates_documents = True`"):
+    testing.check_mixer(Silent, relations=["documents"])
+
+  class Joins(min_gru):
+    separates_documents = False
+
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      return joins_two_documents(self, super().mix, inputs, context, cache)
+
+  # It reads the starts, but not as it would have to.
+  testing.check_mixer(Joins, relations=["documents"])
+
+
 def test_a_breakage_is_known_of_every_relation():
-  assert {relation for relation, *_ in BROKEN} == {*testing.RELATIONS}
+  assert {"refusals", *(relation for relation, *_ in BROKEN)} == {*testing.RELATIONS}
 
 
 def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
   with pytest.raises(AssertionError, match="(?s)^causality: .*on 11 positions, expected 10"):
     testing.check_mixer(min_gru, reach=10)
-  with pytest.raises(AssertionError, match="(?s)^chunks: .*has_cache: expected True"):
-    testing.check_mixer(min_gru, has_cache=False, relations=["chunks"])
   with pytest.raises(ValueError, match="(?s)^max_length: expected at least 11, got 3"):
     testing.check_mixer(min_gru, max_length=3)
   with pytest.raises(ValueError, match="^relations: expected one of .*got 'chunk'"):
     testing.check_mixer(min_gru, relations=["chunk"])
+  with pytest.raises(
+    ValueError, match="^make: expected a subclass of dpjax.layers.Mixer, got .*NoM"
+  ):
+    testing.check_mixer(NoMixer)
 
 
-class Decay(nn.Module):
-  """Without a cache, a dtype, dropout; a field of its own named reach."""
-
+class NoMixer(nn.Module):
   max_length: int
+
+  def __call__(self, inputs):
+    return inputs
+
+
+class AddPrevious(layers.Mixer):
+  """Without a cache, documents, dropout; a field of its own named reach."""
+
   reach: int = 5
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True):
-    if inputs.ndim != 3 or inputs.shape[1] > self.max_length:
-      raise ValueError(f"expected T <= max_length = {self.max_length}, got {inputs.shape}")
-    x_btd = nn.Dense(inputs.shape[-1], dtype=inputs.dtype)(inputs)
-    return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2
+  def mix(self, inputs, context, cache):
+    x_btd = nn.Dense(inputs.shape[-1], dtype=self.dtype)(inputs)
+    return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2, cache
 
 
 def test_a_mixer_without_a_cache_is_checked_without_it():
-  testing.check_mixer(
-    Decay, width=5, max_length=17, reach=2, has_cache=False, takes_document_starts=False
-  )
-  with pytest.raises(AssertionError, match="(?s)^tokens: .*has_cache: expected False"):
-    testing.check_mixer(Decay, reach=2, relations=["tokens"])
-  message = "(?s)^documents: .*takes_document_starts: expected False"
-  with pytest.raises(AssertionError, match=message):
-    testing.check_mixer(Decay, reach=2, relations=["documents"])
+  module = AddPrevious(max_length=17)
+  assert not module.has_cache and not module.separates_documents
+  testing.check_mixer(AddPrevious, width=5, max_length=17, reach=2)
   message = "(?s)an\nargument of `check_mixer`: a field of that name .*on 2 positions, expected 11"
   with pytest.raises(AssertionError, match=message):
-    testing.check_mixer(Decay, relations=["causality"])
+    testing.check_mixer(AddPrevious, relations=["causality"])
 
 
 def test_a_mixer_that_begins_as_zeros_is_taken():
-  class Gaps(Decay):
+  class Gaps(layers.Mixer):
     """Reads the positions t and t - 4, by a kernel that begins as zeros."""
 
     @nn.compact
-    def __call__(self, inputs, *, deterministic=True):
-      inputs = layers.check_input(inputs, max_length=self.max_length)
+    def mix(self, inputs, context, cache):
       past = jnp.pad(inputs, ((0, 0), (4, 0), (0, 0)))[:, : inputs.shape[1]]
       zeros = nn.initializers.zeros
-      return nn.Dense(inputs.shape[2], kernel_init=zeros, dtype=inputs.dtype)(inputs + past)
+      return nn.Dense(inputs.shape[2], kernel_init=zeros, dtype=self.dtype)(inputs + past), cache
 
   testing.check_mixer(Gaps, reach=5, relations=["causality", "gradients"])
 

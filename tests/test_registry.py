@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import dpjax
+from dpjax import layers
 from dpjax.config import registry
 from dpjax.config.registry import Setting
 from dpjax.layers.boundaries import Boundaries, TextBoundaries
@@ -18,10 +19,9 @@ from tests import helpers
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-class Decay(nn.Module):
+class Decay(layers.Mixer):
   """A mixer of somebody else's: each position keeps a part of the one before."""
 
-  max_length: int
   rate: float = 0.5
   num_steps: int | None = None
   variants: tuple[str, ...] = ("a",)
@@ -32,9 +32,9 @@ class Decay(nn.Module):
     super().__post_init__()
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic=True):
+  def mix(self, inputs, context, cache):
     shifted = jnp.pad(inputs, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return nn.Dense(inputs.shape[-1])(inputs + self.rate * shifted)
+    return nn.Dense(inputs.shape[-1])(inputs + self.rate * shifted), cache
 
 
 @pytest.fixture(autouse=True)
@@ -155,24 +155,46 @@ def test_what_a_component_refuses_is_told_by_the_sections_name(mixers):
     dpjax.config.check(config)
 
 
-def test_a_mixer_without_max_length_is_refused_where_it_is_registered(mixers):
-  class Short(nn.Module):
-    rate: float = 0.5
+def test_a_function_without_max_length_is_refused_where_it_is_registered(mixers):
+  def make_short(rate: float = 0.5):
+    return Decay(max_length=3, rate=rate)
 
-    def __call__(self, inputs, *, deterministic=True):
-      return self.rate * inputs
-
-  message = "^mixer: expected a class or function that takes max_length, got .*Short.*takes rate"
+  message = "^mixer: expected a class or function that takes max_length, got .*short.*takes rate"
   with pytest.raises(ValueError, match=message):
-    dpjax.register_mixer("short", Short)
+    dpjax.register_mixer("short", make_short)
   assert "short" not in mixers.names()
-  dpjax.register_mixer("any", lambda **settings: Short())
-  with pytest.raises(TypeError, match="unexpected keyword argument 'max_length'"):
-    dpjax.testing.check_mixer(Short)
+
+
+class NoMixer(nn.Module):
+  """A module as dpjax took them before it had a base class."""
+
+  max_length: int
+
+  def __call__(self, inputs, *, deterministic=True):
+    return inputs
+
+
+class NoMix(layers.Mixer):
+  def __call__(self, inputs, *, deterministic=True):
+    return inputs
+
+
+@pytest.mark.parametrize("component", [NoMixer, NoMix, layers.Mixer, nn.Dense, int])
+def test_a_class_that_is_no_mixer_is_refused_where_it_is_registered(mixers, component):
+  message = "^mixer: expected a subclass of dpjax.layers.Mixer that writes `mix`, got <class .*>$"
+  with pytest.raises(dpjax.UserError, match=message):
+    dpjax.register_mixer("other", component)
+  assert "other" not in mixers.names()
+
+
+def test_a_function_that_makes_no_mixer_is_refused_where_the_model_is_built(mixers):
+  dpjax.register_mixer("other", lambda **supplied: NoMixer(supplied["max_length"]))
+  with pytest.raises(dpjax.UserError, match="^mixer: expected a dpjax.layers.Mixer, got NoMixer"):
+    dpjax.build_model(helpers.model_settings("other"))
 
 
 def test_a_function_of_any_settings_gets_what_a_model_supplies(mixers):
-  dpjax.register_mixer("any", lambda **supplied: Decay(supplied["max_length"]))
+  dpjax.register_mixer("any", lambda **supplied: Decay(max_length=supplied["max_length"]))
   maker = mixers.maker(dpjax.config.mixer("any"), max_length=11, dtype=jnp.float32)
   assert maker().max_length == 11
 
@@ -193,13 +215,13 @@ def test_names_are_free_once(mixers):
   dpjax.register_mixer("decay", Decay)
   dpjax.register_mixer("decay", Decay)  # a module that is imported again
   with pytest.raises(ValueError, match="expected a name that is free, got decay"):
-    dpjax.register_mixer("decay", nn.Dense)
+    dpjax.register_mixer("decay", layers.WE)
   with pytest.raises(ValueError, match="got 'a b'"):
     dpjax.register_mixer("a b", Decay)
   for _ in range(2):  # a cell of a notebook that runs again
 
     def make(max_length, rate: float = 0.5, *args, **others):
-      return Decay(max_length, rate)
+      return Decay(max_length=max_length, rate=rate)
 
     dpjax.register_mixer("made", make)
   assert [*mixers.settings("made")] == ["rate", "has_feed_forward"]

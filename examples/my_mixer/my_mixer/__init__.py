@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax.layers import Context, Mixer
-from dpjax.layers.mixer import check_settings
+from dpjax.layers.common import check_settings
 
 
 def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> jax.Array:
@@ -47,7 +47,6 @@ class MinGRU(Mixer):
   For the other attributes see `dpjax.layers.Mixer`.
   """
 
-  has_cache: ClassVar[bool] = True
   separates_documents: ClassVar[bool] = True
 
   expansion: int = 1
@@ -58,7 +57,9 @@ class MinGRU(Mixer):
     super().__post_init__()
 
   @nn.compact
-  def mix(self, inputs: jax.Array, context: Context, cache: jax.Array | None):
+  def mix(
+    self, inputs: jax.Array, context: Context, cache: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array]:
     """Mixes [B, T, D]; see `dpjax.layers.Mixer`."""
     batch, length, width = inputs.shape
     hidden = width * self.expansion
