@@ -135,4 +135,4 @@ def test_a_model_of_normal_weights():
   own = {"taps", "positions", "null_group", "content_bias", "position_bias"}
   assert seen == own | {"kernel", "embedding", "scale", "bias"}
   # The biases of the attention are there once, for the layers of both stacks.
-  assert params["hourglass"]["relative_positions"]["content_bias"].shape == (3, 34)
+  assert params["stages_0"]["shared_positions"]["content_bias"].shape == (3, 34)
