@@ -194,11 +194,9 @@ def test_errors_of_a_configuration_name_its_line(program, tmp_path, monkeypatch)
 
 
 PLUGIN = """
-import flax.linen as nn
 import dpjax
 
-class Copy(nn.Module):
-  max_length: int
+class Copy(dpjax.layers.Mixer):
   rate: float = 0.5
 
   def __post_init__(self):
@@ -206,8 +204,8 @@ class Copy(nn.Module):
       raise ValueError(f"rate: expected at most 1, got {self.rate}")
     super().__post_init__()
 
-  def __call__(self, inputs, *, deterministic=True):
-    return inputs
+  def mix(self, inputs, context, cache):
+    return inputs, None
 
 dpjax.register_mixer("copy", Copy)
 """
