@@ -24,10 +24,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Many tests compile the same small runs; one compilation of each is enough, also for several runs
-# of the tests with the same DPJAX_TEST_CACHE.
-_CACHE = tempfile.TemporaryDirectory()
-jax.config.update("jax_compilation_cache_dir", os.environ.get("DPJAX_TEST_CACHE", _CACHE.name))
+# Many tests compile the same small runs; one compilation of each is enough, for all processes of
+# the tests, which inherit the variable, and for several runs with the same DPJAX_TEST_CACHE.
+if not os.environ.get("DPJAX_TEST_CACHE"):
+  _CACHE = tempfile.TemporaryDirectory()
+  os.environ["DPJAX_TEST_CACHE"] = _CACHE.name
+jax.config.update("jax_compilation_cache_dir", os.environ["DPJAX_TEST_CACHE"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
