@@ -133,13 +133,15 @@ def test_generate_reads_a_file_and_writes_json(workdir, tmp_path, capsys, monkey
   assert result["prompt"] == "on a mat" and result["length"] == 11
   assert [sample["num_tokens"] for sample in samples] == [11, 11]
   assert 0 < result["seconds_to_first"] <= result["seconds"]
-  # From the standard input, and up to a token.
+  # From the standard input, and up to a text of two tokens.
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"on a mat\n")))
-  assert call("generate", *settings, "--prompt_file=-", "--stop= ") is None
+  stop = samples[0]["text"][3:5]
+  assert call("generate", *settings, "--prompt_file=-", f"--stop={stop}") is None
   stopped = json.loads(capsys.readouterr().out)["samples"]
   for sample, whole in zip(stopped, samples, strict=True):
-    assert sample["text"] == whole["text"].split(" ")[0]
-    assert sample["is_stopped"] == (" " in whole["text"])
+    assert sample["text"] == whole["text"].split(stop)[0]
+    assert sample["is_stopped"] == (stop in whole["text"])
+  assert stopped[0]["is_stopped"]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> None:
       add(f"--{name}", type=setting.value_type, help=setting.meaning)
   add("--seed", type=int, default=0, help="seed of the samples")
   add("--num_samples", type=int, default=1, help="number of continuations")
-  about = "text of a token that ends a sample; may be repeated"
+  about = "a text that ends a sample where it appears; may be repeated"
   add("--stop", action="append", default=[], help=about)
   add("--json", action="store_true", help="print one JSON object at the end instead of text")
   start(parser, _generate, words)

@@ -1,7 +1,7 @@
 """Streams a trained model's continuations of prompts; `.decode` works token by token."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 from dpjax.generation import decode
 from dpjax.generation.precision import only_cast, with_dtype
+from dpjax.generation.sample_text import SampleText
 from dpjax.layers.common import Params
 from dpjax.models.build import build_boundaries, pad_id
 from dpjax.models.language_model import LanguageModel, LanguageModelCache
 from dpjax.models.stage import PoolingHints
 from dpjax.ops import attention_cache
-from dpjax.text.tokenizer import TextStream, Tokenizer
+from dpjax.text.tokenizer import Tokenizer
 
 # Tokens per call, with cached steps and with full passes.
 _CHUNK = 16
@@ -30,7 +31,10 @@ _CHUNK_OF_PASSES = 4
 
 
 class Piece(NamedTuple):
-  """New text of one row, "" while a character is incomplete; whether a stop token has ended it."""
+  """New text of one row, and whether its end token or a stop text has ended it.
+
+  The text is "" while a character is incomplete, or while it may be the beginning of a stop.
+  """
 
   text: str
   num_tokens: int
@@ -45,28 +49,23 @@ class _Row:
     tokens: those of the prompt and the new ones.
     most: the maximum number of tokens.
     text: turns new tokens into text.
-    is_stopped: whether a stop token has ended it.
   """
 
   tokens: list[int]
   most: int
-  text: TextStream
-  is_stopped: bool = False
+  text: SampleText
 
   @property
   def is_complete(self) -> bool:
-    return self.is_stopped or len(self.tokens) == self.most
+    return self.text.is_stopped or len(self.tokens) == self.most
 
-  def add(self, tokens: list[int], stop_ids: Collection[int]) -> Piece:
-    """Adds new tokens, up to the first stop token."""
-    count = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
-    self.is_stopped = count is not None
-    num_used = len(tokens) if count is None else count + 1
+  def add(self, tokens: list[int]) -> Piece:
+    """Adds new tokens, up to the end of the sample."""
+    text, num_used = self.text.push(tokens)
     self.tokens += tokens[:num_used]
-    text = self.text.push(tokens[:count])
     if self.is_complete:
       text += self.text.finish()
-    return Piece(text, num_used, self.is_stopped)
+    return Piece(text, num_used, self.text.is_stopped)
 
 
 class _Unstacked(struct.PyTreeNode):
@@ -123,7 +122,7 @@ class Generator:
     *,
     seed: int = 0,
     num_samples: int = 1,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     **settings: Any,
   ) -> Iterator[list[Piece]]:
     """Continues prompts, all of their samples at once.
@@ -133,8 +132,8 @@ class Generator:
       prompts: any number of prompts of any lengths; "" starts a text.
       seed: the draws of sample i of prompt j depend only on (seed, i, j), not on other rows.
       num_samples: the number of continuations of each prompt.
-      stop: texts of tokens that end a sample, as a tokenizer's end token does; they are not part
-        of it.
+      stop: a text, or several, that end a sample where one of them first appears among its new
+        text; it is not part of the sample. A stop may end within a token or span several.
       **settings: in place of those of the run's configuration, `config.sample`; None takes that.
         length: the maximum number of new tokens in a sample.
         temperature, top_k, top_p: see `dpjax.generation.sample`.
@@ -168,18 +167,18 @@ class Generator:
       raise UserError(
         "overflow: expected slide or error with a mixer that has no cache, got continue"
       )
-    stop_ids = self._stop_ids(stop)
+    stops = _stop_texts(stop)
     rows = []
     for prompt in prompts:
       tokens = self._tokenizer.encode(prompt).tolist()
       if self._tokenizer.begins_texts or not tokens:
         tokens = [self._tokenizer.start_id, *tokens]
       for _ in range(num_samples):
-        text = TextStream(self._tokenizer, prompt)
+        text = SampleText(self._tokenizer, prompt, stops)
         rows.append(_Row([*tokens], len(tokens) + sample.length, text))
     keys = _row_keys(seed, len(prompts), num_samples)
     generator = self._in_bfloat16 if sample.dtype == "bfloat16" else self
-    return generator._pieces(params, rows, keys, sample, stop_ids)
+    return generator._pieces(params, rows, keys, sample)
 
   def _sample_with(self, settings: Mapping[str, Any]) -> Sample:
     """The run's settings, those of a call in their places."""
@@ -203,7 +202,6 @@ class Generator:
     rows: Sequence[_Row],
     keys: PRNGKeyArray,
     sample: Sample,
-    stop_ids: Collection[int],
   ) -> Iterator[list[Piece]]:
     draw = {
       "temperature": jnp.float32(sample.temperature),
@@ -243,24 +241,12 @@ class Generator:
       pieces = []
       for row, new in zip(rows, np.asarray(tokens).tolist(), strict=True):
         if row.is_complete:
-          pieces.append(Piece("", 0, row.is_stopped))
+          pieces.append(Piece("", 0, row.text.is_stopped))
           continue
         # With a cache the row's state may go beyond the window, but then all rows slide next.
         most = min(row.most, self._window + 1) if is_cached and slides else row.most
-        pieces.append(row.add(new[: most - len(row.tokens)], stop_ids))
+        pieces.append(row.add(new[: most - len(row.tokens)]))
       yield pieces
-
-  def _stop_ids(self, stop: Sequence[str]) -> set[int]:
-    """The tokens that end a sample."""
-    stop = [stop] if isinstance(stop, str) else stop
-    stop_ids = set() if self._tokenizer.end_id is None else {self._tokenizer.end_id}
-    texts = [self._tokenizer.decode([i]) for i in range(self._tokenizer.vocab_size if stop else 0)]
-    for text in stop:
-      ids = {i for i, other in enumerate(texts) if other == text}
-      if not ids or not text:
-        raise UserError(f"stop: expected texts of one token each, got {text!r}")
-      stop_ids |= ids
-    return stop_ids
 
   def _slide(self, rows: Sequence[_Row]) -> decode.State:
     """The state of rows when the model reads only their last window."""
@@ -393,6 +379,14 @@ def _check_characters(tokenizer: Tokenizer, prompt: str) -> None:
   outside = dict.fromkeys(word for word in words if unknown in tokenizer.encode(word))
   got = " ".join(map(repr, outside)) or repr(prompt)
   raise UserError(f"prompt: expected characters of the vocabulary, got {got}")
+
+
+def _stop_texts(stop: str | Sequence[str]) -> list[str]:
+  stops = [stop] if isinstance(stop, str) or not isinstance(stop, Sequence) else list(stop)
+  for text in stops:
+    if not isinstance(text, str) or not text:
+      raise UserError(f"stop: expected texts that are not empty, got {text!r}")
+  return stops
 
 
 def _pad(rows: Sequence[Sequence[int]], size: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -65,22 +65,17 @@ class DpjaxLM(LM):
     return [self._generate(*request.args) for request in requests]
 
   def _generate(self, context: str, settings: dict) -> str:
-    until = settings.get("until") or []
-    until = [until] if isinstance(until, str) else until
     temperature = settings.get("temperature", 0.0) if settings.get("do_sample") else 0.0
-    text = ""
-    for (piece,) in self.run.stream(
+    (text,) = self.run.generate(
       self._prompt(context),
+      stop=settings.get("until") or (),
       length=settings.get("max_gen_toks", 256),
       temperature=temperature,
       top_k=settings.get("top_k", 0),
       top_p=settings.get("top_p", 1.0),
       overflow="slide",
-    ):
-      text += piece.text
-      if any(stop in text for stop in until):
-        break
-    return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
+    )
+    return text
 
   def _prompt(self, context: str) -> str:
     """The end of a context that fits the window, without unknown tokens."""

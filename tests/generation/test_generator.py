@@ -20,6 +20,7 @@ from dpjax.ops import attention_cache
 from dpjax.text.characters import Bytes
 from dpjax.text.tokenizer import train_tokenizer
 from tests import helpers
+from tests.generation.test_sample_text import first_stop
 
 ONE = dict(num_layers=1)
 POOLED = dict(mixer="relative_attention", positions="none", first=ONE, last=ONE, **ONE)
@@ -159,7 +160,9 @@ WRONG = [
   (dict(prompts=["abc", 5]), "prompt: expected a text, got 5"),
   (dict(num_samples=0), "num_samples: expected an integer of at least 1, got 0"),
   (dict(seed=2**32), "seed: expected below"),
-  *((dict(stop=x), "stop: expected texts of one token each, got ") for x in (["ab"], "z", [""])),
+  *(
+    (dict(stop=x), "stop: expected texts that are not empty, got ") for x in ("", ["a", ""], [3], 3)
+  ),
   (dict(top_p=0.0), "top_p: expected above 0, got 0.0"),
   (dict(length=20, overflow="error"), "length: expected at most 19 after a prompt of"),
 ]
@@ -264,18 +267,21 @@ def check_case(maker, case: dict, rng) -> None:
       rows.append((prompt, *by_hand(maker, prompt, case["length"], key=key, **settings)))
   # Some of what the longest prompt's row, or another, writes at first ends rows.
   _, written, _ = max(rows, key=lambda row: len(row[0])) if rng.integers(3) else rows[0]
-  stop = [decode([i]) for i in rng.choice(written[:5], rng.integers(0, 3))]
-  stops, chunks = generator._stop_ids(stop), generator.stream(params, **case, stop=stop)
+  begins = rng.choice(min(5, len(written)), rng.integers(0, 3))
+  stop = [decode(written[i : i + rng.integers(1, 4)]) for i in begins]
+  chunks = generator.stream(params, **case, stop=stop)
   for (_, tokens, is_close), pieces in zip(rows, zip(*chunks, strict=True), strict=True):
-    count = next((n for n, token in enumerate(tokens) if token in stops), None)
-    used = len(tokens) if count is None else count + 1
-    text_of_row, certain = "".join(piece.text for piece in pieces), count
+    text = decode(tokens)
+    found = first_stop(text, stop)
+    certain, used = found or (len(tokens), len(tokens))
+    text_of_row = "".join(piece.text for piece in pieces)
     if any(is_close[:used]):
-      text_of_row, certain = text_of_row[: is_close.index(True)], is_close.index(True)
+      certain = min(certain, is_close.index(True))
+      text_of_row = text_of_row[:certain]
     else:
       ends = sum(piece.num_tokens for piece in pieces), pieces[-1].is_stopped
-      assert ends == (used, count is not None), (case, stops)
-    assert text_of_row == decode(tokens[:certain]), (case, stops)
+      assert ends == (used, found is not None), (case, stop)
+    assert text_of_row == text[:certain], (case, stop)
 
 
 CASES = {
