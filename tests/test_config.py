@@ -117,7 +117,11 @@ REFUSED = helpers.cases(r"""
   model.mixer.implementation=loob | expected one of None, .* did you mean loop?
   train.weight_decay_mask=matrices | expected all with train.optimizer = adam, .* got
   # Numbers.
-  model.mixer.num_heads=3 | expected a divisor of model.width = 512, got 3
+  model.mixer.num_heads=3 | expected a divisor of the width 512, got 3
+  model.mixer=mamba2 model.mixer.head_width=7 | expected a divisor of expand \* D = 1024, got 7
+  model.mixer=mamba2 model.mixer.state_width=2147483647 | expected .* fewer than 2\*\*31 columns, got
+  model.mixer=attention model.mixer.rotary_features=514 | expected None or at most the 512 features
+  model.boundaries=gumbel model.boundaries.num_buckets=2147483647 | expected at most 65536, got 2147
   model.mixer.num_levels=40 | expected at most 24, got 40
   model.mixer.num_levels=10 | expected at most 9, which reach over .*, got 10
   model.width=21 model.mixer=attention model.mixer.num_heads=3 model.mixer.rotary_base=1e4 | .* None
@@ -194,7 +198,7 @@ def test_the_mixers_of_a_model_are_found():
 def test_a_model_is_checked_by_itself():
   mixer = dpjax.config.mixer("attention", num_heads=7)
   model = dpjax.config.ConfigDict({**dpjax.config.default_model(), "mixer": mixer}).to_json()
-  with pytest.raises(ValueError, match="^model.mixer.num_heads: .* divisor of model.width = 512"):
+  with pytest.raises(ValueError, match="^model.mixer.num_heads: .* divisor of the width 512"):
     dpjax.config.check_model(json.loads(model))
   config = dpjax.config.default()
   del config.model["width"]

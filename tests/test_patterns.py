@@ -118,7 +118,7 @@ def test_several_mixers_are_a_tuple_of_sections():
 @pytest.mark.parametrize(
   ("key", "value", "message"),
   [
-    ("num_heads", 7, "model.mixer.1.num_heads: expected a divisor of model.width = 512, got 7"),
+    ("num_heads", 7, "model.mixer.1.num_heads: expected a divisor of the width 512, got 7"),
     ("num_head", 4, "model.mixer.1.num_head: expected a setting of attention, .* nearest"),
     ("name", "he", "model.mixer.1.[a-z_]+: expected a setting of he, got an unknown one"),
   ],

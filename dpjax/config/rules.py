@@ -49,14 +49,6 @@ def check_model(model: Settings) -> None:
   for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
     is_valid = model.norm_position == "pre" or model[name] == value
     _expect(is_valid, f"model.{name}", f"{value} with model.norm_position = post", model[name])
-  supplied = {
-    "init_std": model.init_std,
-    "dtype": model.dtype,
-    "max_length": model.max_length,
-    "position_dropout": model.dropout,
-  }
-  for key, section in sections.mixers_in(model).items():
-    registry.mixers.build(section, key, **supplied)
   for key, section in sections.stages_in(model).items():
     _check_stage(key, section)
     if section["middle"] and model.middle_resize == "padding":
@@ -92,7 +84,7 @@ def _check_stage(key: str, stage: Settings) -> None:
     mixers["model.mixer"] = stage["mixer"]
   for name, mixer in mixers.items():
     for path, section in sections.in_turn(name, mixer).items():
-      _check_mixer(path, section, f"{key}.width", stage["width"])
+      _check_mixer(path, section, stage)
   if is_pooled:
     return
   unpooled = f"with {key}.boundaries = none"
@@ -159,18 +151,16 @@ def _is_ours(mixer: Settings) -> bool:
   return registry.mixers.component(mixer["name"]).__module__.startswith("dpjax.")
 
 
-def _check_mixer(key: str, mixer: Settings, width_key: str, width: int) -> None:
-  if not _is_ours(mixer):
+def _check_mixer(key: str, mixer: Settings, stage: Settings) -> None:
+  """Builds a mixer, which checks its settings, and asks it whether it suits the stage's width."""
+  supplied = {name: stage[name] for name in ("init_std", "dtype", "max_length")}
+  built = registry.mixers.build(mixer, key, position_dropout=stage["dropout"], **supplied)
+  if not hasattr(built, "check_width"):  # No mixer: the model refuses it.
     return
-  heads = mixer.get("num_heads") or 1
-  _expect(width % heads == 0, f"{key}.num_heads", f"a divisor of {width_key} = {width}", heads)
-  expected = "None where a head has an odd number of features"
-  is_valid = mixer.get("rotary_base") is None or width // heads % 2 == 0
-  got = f"{width} // {heads} = {width // heads} of them"
-  _expect(is_valid, f"{key}.rotary_base", expected, got)
-  rotated = mixer.get("rotary_features")
-  expected = f"None or at most the {width // heads} features of a head"
-  _expect((rotated or 0) <= width // heads, f"{key}.rotary_features", expected, rotated)
+  try:
+    built.check_width(stage["width"])
+  except ValueError as error:
+    raise UserError(f"{key}.{error}") from error
 
 
 def _check_training(train: ConfigDict) -> None:

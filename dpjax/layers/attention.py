@@ -37,6 +37,10 @@ class _Attention(Mixer):
     check_settings(self, sizes=("num_heads",), rates=("dropout",))
     super().__post_init__()
 
+  def check_width(self, width: int) -> None:
+    """See `Mixer`."""
+    features_per_head(width, self.num_heads)
+
   def _queries_keys_values(
     self, inputs: jax.Array, default: nn.initializers.Initializer, use_bias: bool
   ) -> list[jax.Array]:
@@ -103,6 +107,18 @@ class SelfAttention(_Attention):
     if rotated is not None and (type(rotated) is not int or rotated < 2 or rotated % 2):
       raise ValueError(f"rotary_features: expected None or an even number from 2 on, got {rotated}")
     super().__post_init__()
+
+  def check_width(self, width: int) -> None:
+    """See `Mixer`."""
+    features = features_per_head(width, self.num_heads)
+    rotated = self.rotary_features or features
+    if rotated > features:
+      expected = f"None or at most the {features} features of a head"
+      raise ValueError(f"rotary_features: expected {expected}, got {rotated}")
+    if self.rotary_base is not None and rotated % 2:
+      expected = "None where a head has an odd number of features"
+      got = f"{width} // {self.num_heads} = {features} of them"
+      raise ValueError(f"rotary_base: expected {expected}, got {got}")
 
   @nn.compact
   def mix(

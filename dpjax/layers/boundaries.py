@@ -87,7 +87,8 @@ class Boundaries(nn.Module):
 
   def __post_init__(self):
     arrays.choice("pooling", self.pooling, METHODS)
-    check_settings(self, sizes=("num_buckets",))
+    check_settings(self)
+    ops.bucket_sizes(1, self.num_buckets)  # checks the number
     for name in ("space_ids", "end_ids"):
       arrays.ids(name, getattr(self, name, ()))
     super().__post_init__()

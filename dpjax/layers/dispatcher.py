@@ -48,6 +48,10 @@ class Dispatcher(Mixer):
       arrays.integer("num_levels", self.num_levels, most=24)  # The cache has 2**K - 1 slots.
     super().__post_init__()
 
+  def check_width(self, width: int) -> None:
+    """See `Mixer`."""
+    features_per_head(width, self.num_heads)
+
   @nn.compact
   def mix(
     self, inputs: jax.Array, context: Context, cache: ops.ShiftAndSumCache | None

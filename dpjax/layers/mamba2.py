@@ -63,6 +63,15 @@ class Mamba2(Mixer):
     check_settings(self, sizes=("state_width", "head_width", "expand", "num_taps"))
     super().__post_init__()
 
+  def check_width(self, width: int) -> None:
+    """See `Mixer`."""
+    inner, heads = self._sizes(width)
+    num_columns = 3 * inner + 2 * self.state_width + heads
+    # XLA divides by zero where an axis is longer.
+    if num_columns >= 2**31:
+      expected = "expected an input matrix W_in of fewer than 2**31 columns"
+      raise ValueError(f"state_width: {expected}, got {num_columns}")
+
   @nn.compact
   def mix(
     self, inputs: jax.Array, context: Context, cache: Mamba2Cache | None

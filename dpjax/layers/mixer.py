@@ -133,6 +133,13 @@ class Mixer(nn.Module, kw_only=True):
     """The cache of B rows before the first position, a pytree of arrays; it needs no parameters."""
     raise NotImplementedError
 
+  def check_width(self, width: int) -> None:
+    """Raises a `ValueError`, `field: expected ..., got ...`, for a width D that does not fit.
+
+    Called with the inputs, and when a configuration is checked. A subclass whose fields depend on D
+    writes it.
+    """
+
   @property
   def has_cache(self) -> bool:
     """Whether the class has `init_cache`."""
@@ -159,7 +166,7 @@ class Mixer(nn.Module, kw_only=True):
         `document_starts`; or the mixer does not separate documents.
     """
     context = as_context(context, deterministic=deterministic, document_starts=document_starts)
-    inputs = _check_inputs(inputs)
+    inputs = self._check_inputs(inputs)
     if context.document_starts is not None:
       check_documents(self)
       ops.check_starts(context.document_starts, inputs.shape[:2])
@@ -190,7 +197,7 @@ class Mixer(nn.Module, kw_only=True):
         is not unbounded; or there are `document_starts`.
     """
     context = as_context(context, lengths=lengths)
-    inputs = _check_inputs(inputs)
+    inputs = self._check_inputs(inputs)
     if context.document_starts is not None:
       raise UserError(
         "document_starts: expected None with a cache, whose rows are one document each"
@@ -199,11 +206,11 @@ class Mixer(nn.Module, kw_only=True):
       _check_length(inputs, self.max_length)
     return self.mix(inputs, context, cache)
 
-
-def _check_inputs(inputs: jax.Array) -> jax.Array:
-  inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
-  arrays.check_not_empty(inputs=inputs)
-  return inputs
+  def _check_inputs(self, inputs: jax.Array) -> jax.Array:
+    inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
+    arrays.check_not_empty(inputs=inputs)
+    self.check_width(inputs.shape[2])
+    return inputs
 
 
 def _check_length(inputs: jax.Array, max_length: int) -> None:

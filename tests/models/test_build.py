@@ -155,7 +155,7 @@ REFUSED = [
     two_stages(inner=dpjax.config.boundaries("gumbel", sample=True)),
     "middle.boundaries: .* in evaluation, got gumbel",
   ),
-  (two_stages(width=9), "m.*num_heads: expected a divisor of model.middle.width = 9"),
+  (two_stages(width=9), "m.*num_heads: expected a divisor of the width 9"),
   (
     two_stages(width=4, middle_resize="padding"),
     "middle.width: expected 0 or at least the 6 around it",
