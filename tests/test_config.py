@@ -119,7 +119,7 @@ REFUSED = helpers.cases(r"""
   # Numbers.
   model.mixer.num_heads=3 | expected a divisor of the width 512, got 3
   model.mixer=mamba2 model.mixer.head_width=7 | expected a divisor of expand \* D = 1024, got 7
-  model.mixer=mamba2 model.mixer.state_width=2147483647 | expected .* fewer than 2\*\*31 columns, got
+  model.mixer=mamba2 model.mixer.state_width=2147483647 | expected .* fewer than 2\*\*31 columns
   model.mixer=attention model.mixer.rotary_features=514 | expected None or at most the 512 features
   model.boundaries=gumbel model.boundaries.num_buckets=2147483647 | expected at most 65536, got 2147
   model.mixer.num_levels=40 | expected at most 24, got 40

@@ -84,7 +84,8 @@ def from_torch(
     dtype: the dtype of the computation; "bfloat16" also of matrices (not W_r) and embeddings.
 
   Raises:
-    ValueError: a name or a shape does not match the JSON's model, or the JSON describes another.
+    ValueError: a name or a shape does not match the JSON's model, an array is not finite, or the
+      JSON describes another model.
   """
   model = make_settings(config, max_length=max_length)
   model.dtype = dtype
@@ -107,8 +108,11 @@ def make_settings(
   """`config.model` for the authors' JSON; by default with the paper's routing targets N.
 
   Raises:
-    ValueError: the JSON lacks a setting, or the model has no pooling or has tied embeddings.
+    ValueError: the JSON lacks a setting or has a value of the wrong type, or the model has no
+      pooling or has tied embeddings.
   """
+  if not isinstance(config, Mapping):
+    raise UserError(f"config: expected the JSON object of an H-Net, got {config!r:.60}")
   if missing := [key for key in _KEYS if key not in config]:
     raise UserError(f"config: expected the JSON of an H-Net, got one without {', '.join(missing)}")
   layout, outer = config["arch_layout"], []
@@ -117,12 +121,12 @@ def make_settings(
     layout = layout[1]
   is_nested = outer and isinstance(layout, list) and len(layout) == 1
   strings = [*itertools.chain(*outer), *layout] if is_nested else [""]
-  if not all(re.fullmatch(r"([mMtT][1-9]\d*)+", str(x)) for x in strings):
+  if not all(re.fullmatch(r"([mMtT][1-9]\d{0,3})+", str(x)) for x in strings):
     expected = 'a layout such as ["m4", ["T22"], "m4"]'
     raise UserError(f"arch_layout: expected {expected}, got {config['arch_layout']}")
   if config.get("tie_embeddings"):
     raise UserError("tie_embeddings: expected false, as of every released model, got true")
-  _check_lengths(config, len(outer) + 1)
+  _check_sizes(config, len(outer) + 1)
   # Multiples of 128; 0 where no layer has a feed-forward network.
   widths = [-(-width // 128) * 128 for width in config["d_intermediate"]]
   model = sections.default_model()
@@ -141,19 +145,21 @@ def make_settings(
   return model
 
 
-def _check_lengths(config: Mapping, num_stages: int) -> None:
-  """Checks that the settings by stage have as many values as there are stages."""
-  try:
-    lists = [config["d_model"], config["d_intermediate"]]
-    lists += [config["attn_cfg"][x] for x in ("num_heads", "rotary_emb_dim", "window_size")]
-    is_complete = all(len(x) == num_stages for x in lists) and isinstance(
-      config["ssm_cfg"], Mapping
-    )
-  except (LookupError, TypeError):
-    is_complete = False
-  if not is_complete:
-    expected = f"{num_stages} values of each stage's setting, and ssm_cfg"
-    raise UserError(f"config: expected {expected}, got another JSON")
+def _check_sizes(config: Mapping, num_stages: int) -> None:
+  """Checks the settings of each stage, and that the others have values that a model can have."""
+  for name in ("attn_cfg", "ssm_cfg"):
+    if not isinstance(config[name], Mapping):
+      raise UserError(f"{name}: expected a JSON object, got {config[name]!r:.60}")
+  # The least value of each stage; a window of -1 has no end.
+  least = dict(d_model=1, d_intermediate=0, num_heads=0, rotary_emb_dim=0, window_size=-1)
+  for name, minimum in least.items():
+    values = config.get(name, config["attn_cfg"].get(name))
+    is_list = isinstance(values, list | tuple) and len(values) == num_stages
+    if not is_list or any(type(x) is not int or x < minimum for x in values):
+      expected = f"{num_stages} integers of at least {minimum}, one for each stage"
+      raise UserError(f"{name}: expected {expected}, got {values!r:.60}")
+  if type(config["vocab_size"]) is not int:
+    raise UserError(f"vocab_size: expected an integer, got {config['vocab_size']!r:.60}")
 
 
 def _make_stack(config: Mapping, depth: int, layout: str) -> dict[str, Any]:
@@ -234,23 +240,34 @@ def _name_stack(path: str, name: str, mixer: Any, num_layers: int) -> dict[str, 
 def find(path: Path) -> tuple[Path, Path] | None:
   """Finds the arrays and the JSON of a released model in a file or folder; None if absent.
 
-  The JSON is named like the arrays' file, or is the config.json beside it.
+  The JSON is named like the arrays' file, or is the config.json beside it. The arrays of a model in
+  several files are those of their index, model.safetensors.index.json.
 
   Raises:
     ValueError: there are several models, or the arrays have no JSON.
   """
   patterns = [f"{folder}*{suffix}" for folder in ("", "*/") for suffix in torch_files.SUFFIXES]
-  is_file = path.is_file() and path.suffix in torch_files.SUFFIXES
+  is_file = path.is_file() and path.name.endswith(torch_files.SUFFIXES)
   arrays = [path] if is_file else sorted(x for pattern in patterns for x in path.glob(pattern))
-  pairs = [(x, y) for x in arrays for y in (x.with_suffix(".json"), x.with_name("config.json"))]
+  indices = [x for x in arrays if x.name.endswith(torch_files.INDEX)]
+  shards = {shard for index in indices for shard in torch_files.shards_of(index).values()}
+  arrays = [x for x in arrays if x not in shards]
+  stems = {x: _stem(x) for x in arrays}
+  pairs = [(x, x.with_name(name)) for x in arrays for name in (f"{stems[x]}.json", "config.json")]
   pairs = {x: y for x, y in reversed(pairs) if "arch_layout" in files.read_json(y)}
   if len(pairs) > 1:
     names = ", ".join(sorted(map(str, pairs)))
     raise UserError(f"{path}: expected one released model, got {names}; take the path of one")
   if is_file and not pairs:
-    expected = f"an H-Net's JSON beside it, {path.stem}.json or config.json"
+    expected = f"an H-Net's JSON beside it, {_stem(path)}.json or config.json"
     raise UserError(f"{path}: expected {expected}, with arch_layout, got none")
   return next(iter(pairs.items()), None)
+
+
+def _stem(path: Path) -> str:
+  """The name of an arrays' file without its suffix."""
+  suffix = next(x for x in torch_files.SUFFIXES if path.name.endswith(x))
+  return path.name.removesuffix(suffix)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -258,12 +275,14 @@ def names_in(folder: Path) -> list[str]:
   names = [x.relative_to(folder) for x in (*folder.glob("*.json"), *folder.glob("*/*.json"))]
   names = [x for x in names if "arch_layout" in files.read_json(folder / x)]
   stems = [x.with_name("*") if x.name == "config.json" else x.with_suffix("") for x in names]
-  return [f"{x.as_posix()}{suffix}" for x in stems for suffix in torch_files.SUFFIXES]
+  suffixes = (*torch_files.SUFFIXES, "-*.safetensors")  # the last of a model in several files
+  return [f"{x.as_posix()}{suffix}" for x in stems for suffix in suffixes]
 
 
 def read(arrays: Path, config: Path, **options: Any) -> tuple[ConfigDict, dict]:
   """Applies `from_torch` to the files of a released model."""
+  state = torch_files.open_arrays(arrays)
   try:
-    return from_torch(torch_files.open_arrays(arrays), files.load_json(config), **options)
+    return from_torch(state, files.load_json(config), **options)
   except UserError as error:
     raise UserError(f"{arrays}: {error}") from error

@@ -31,7 +31,7 @@ def find_state(content: Mapping) -> dict:
   state = content
   if isinstance(content, Mapping):
     state = content.get("model_state_dict", content.get("model_state", content))
-  if not isinstance(state, Mapping):
+  if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
     got = type(state).__name__
     raise UserError(f"state_dict: expected a mapping of names to arrays, got {got}")
   is_parallel = all(name.startswith("module.") for name in state)
@@ -119,12 +119,17 @@ def to_params(state: Mapping, table: Table, dtypes: Mapping[str, Any] | None = N
   """The parameters as a tree; axes are only split, moved and stacked.
 
   Arrays are read one at a time. `dtypes` maps paths to dtypes other than float32.
+
+  Raises:
+    UserError: an array has nan or infinity.
   """
   params = {}
   for path, (_, names) in table.items():
     dtype, stack = (dtypes or {}).get(path, jnp.float32), None
     for i, (name, _, half) in enumerate(name.partition(":") for name in _tuple(names)):
       array = _read(state[name])
+      if not np.isfinite(array).all():
+        raise UserError(f"{name}: expected finite numbers, got nan or infinity")
       array = np.split(array, 2)[int(half)] if half else array
       array = _convert(array, path)
       if isinstance(names, str):

@@ -131,6 +131,7 @@ ERRORS = helpers.cases("""
   backbone.encoder.rmsnorm.bias       | add   | ['backbone.encoder.rmsnorm.bias'] unknown, none
   backbone.decoder.layers.1.mixer.D   | widen | mixer.D: expected the shape (1,), got (2,)
   backbone.main_network.main_network.layers.1.mlp.fc1.weight | widen | shape (256, 64), got (512,
+  backbone.encoder.layers.1.mixer.D   | nan   | mixer.D: expected finite numbers, got nan or infinity
 """)
 
 
@@ -142,6 +143,8 @@ def test_a_wrong_array_is_named(key, change, message):
     del state[key]
   elif change == "add":
     state[key] = np.zeros(3, np.float32)
+  elif change == "nan":
+    state[key] = state[key] * np.float32("nan")
   else:
     state[key] = np.concatenate([state[key]] * 2)
   with pytest.raises(dpjax.UserError) as error:
@@ -155,12 +158,24 @@ def test_wrong_settings_are_refused():
     ("arch_layout", ["T2"], "arch_layout: expected a layout"),
     ("arch_layout", ["m2", ["T0"], "m2"], "arch_layout: expected a layout"),
     ("tie_embeddings", True, "tie_embeddings: expected false"),
-    ("d_model", [64], "config: expected 2 values"),
-    ("attn_cfg", {}, "config: expected 2 values"),
-    ("ssm_cfg", None, "config: expected 2 values of each stage's setting, and ssm_cfg"),
+    ("arch_layout", ["m4000000000", ["T2"], "m2"], "arch_layout: expected a layout"),
+    ("d_model", [64], r"d_model: expected 2 integers of at least 1, .* got \[64\]"),
+    ("d_model", ["32", 48], r"d_model: expected 2 integers .* got \['32', 48\]"),
+    ("d_intermediate", ["a", "b"], "d_intermediate: expected 2 integers of at least 0"),
+    ("vocab_size", "256", "vocab_size: expected an integer, got '256'"),
+    ("attn_cfg", {}, "num_heads: expected 2 integers .* got None"),
+    ("attn_cfg", {**config["attn_cfg"], "window_size": [-5, "x"]}, "window_size: expected 2 int"),
+    ("attn_cfg", 3, "attn_cfg: expected a JSON object, got 3"),
+    ("ssm_cfg", None, "ssm_cfg: expected a JSON object, got None"),
+    ("ssm_cfg", {"d_state": "16"}, "mixer.state_width: expected a value of type int, got '16'"),
   ):
-    with pytest.raises(dpjax.UserError, match=message):
+    with pytest.raises(dpjax.UserError, match=message) as error:
       from_torch(state, config={**config, key: value})
+    assert "\n" not in str(error.value)
+  with pytest.raises(dpjax.UserError, match="config: expected the JSON object of an H-Net, got 5"):
+    from_torch(state, config=5)
+  with pytest.raises(dpjax.UserError, match="state_dict: expected a mapping of names to arrays"):
+    from_torch({3: np.zeros(3)}, config=config)
   with pytest.raises(dpjax.UserError, match=r"config: .* without attn_cfg"):
     from_torch(state, config={x: y for x, y in config.items() if x != "attn_cfg"})
   with pytest.raises(dpjax.UserError, match="config: expected the JSON of the H-Net, got none"):
@@ -181,8 +196,8 @@ def test_layouts_repeat_mixers_in_turn():
   assert names == tuple(f"backbone.encoder.layers.{i}.mixer.in_proj.weight" for i in (1, 4))
 
 
-def write_pt(path, state, monkeypatch):
-  """Writes what `torch.save` writes, without PyTorch."""
+def write_pt(path, state, monkeypatch, *, attributes=(), compression=zipfile.ZIP_STORED, more=0):
+  """Writes what `torch.save` writes, without PyTorch; `more` numbers than the pickle says."""
   utils, torch = types.ModuleType("torch._utils"), types.ModuleType("torch")
 
   def _rebuild_tensor_v2():
@@ -211,17 +226,20 @@ def write_pt(path, state, monkeypatch):
       about = 0, self.array.shape, strides, False, collections.OrderedDict()
       return _rebuild_tensor_v2, (Storage(self.array), *about)
 
+  class State(dict):
+    def __reduce__(self):
+      fields = dict.fromkeys(["_metadata", *attributes], 3)
+      return collections.OrderedDict, (), fields, None, iter(self.items())
+
   class Pickler(pickle.Pickler):
     def persistent_id(self, obj):
       return obj.pid if isinstance(obj, Storage) else None
 
-  with zipfile.ZipFile(path, "w") as archive:
+  with zipfile.ZipFile(path, "w", compression) as archive:
     with archive.open("m/data.pkl", "w") as file:
-      content = collections.OrderedDict((name, Tensor(x)) for name, x in state.items())
-      content._metadata = collections.OrderedDict()  # as of a module's state
-      Pickler(file, protocol=2).dump(content)
+      Pickler(file, protocol=2).dump(State((name, Tensor(x)) for name, x in state.items()))
     for i, array in enumerate(arrays):
-      archive.writestr(f"m/data/{i}", array.tobytes())
+      archive.writestr(f"m/data/{i}", array.tobytes() + bytes(4 * more))
 
 
 def write_model(folder, config, state):
@@ -274,6 +292,50 @@ def test_a_pickle_runs_no_code(folder, monkeypatch):
   (folder / "hnet.json").unlink()
   with pytest.raises(dpjax.UserError, match=r"beside it, hnet.json or config.json"):
     dpjax.load(folder / "hnet.pt")
+
+
+def test_archives_that_pytorch_does_not_write(folder, monkeypatch):
+  """Compressed entries could become any size, and attributes would replace methods."""
+  *_, state, _, _, params = prepare("one_stage")
+  (folder / "hnet.safetensors").unlink()
+  path = folder / "hnet.pt"
+  write_pt(path, state, monkeypatch, attributes=["get", "keys", "items", "__iter__"])
+  helpers.assert_trees_close(dpjax.load(folder).params, params, rtol=0)
+  for options, message in (
+    (dict(compression=zipfile.ZIP_DEFLATED), "without compression, as torch.save writes them, got"),
+    (
+      dict(more=1),
+      "of arrays, got UnpicklingError: .* bytes for .* numbers of float32 in m/data/0",
+    ),
+  ):
+    write_pt(path, state, monkeypatch, **options)
+    with pytest.raises(dpjax.UserError, match=message) as error:
+      dpjax.load(folder)
+    assert str(error.value).count(str(path)) == 1
+
+
+def test_a_model_in_several_files_is_read_by_its_index(folder):
+  _, config, state, _, _, params = prepare("one_stage")
+  (folder / "hnet.safetensors").unlink()
+  (folder / "hnet.json").rename(folder / "config.json")
+  places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(state)}
+  for file in set(places.values()):
+    save_file({name: state[name] for name, x in places.items() if x == file}, folder / file)
+  index = folder / "model.safetensors.index.json"
+  index.write_text(json.dumps({"metadata": {"total_size": 5}, "weight_map": places}))
+  for path in (folder, index):
+    helpers.assert_trees_close(dpjax.load(path).params, params, rtol=0)
+  name = next(iter(places))
+  for wrong in ({name: "../x.safetensors"}, {name: 3}, [name]):
+    index.write_text(json.dumps({"weight_map": wrong}))
+    with pytest.raises(dpjax.UserError, match="index.json: expected a weight_map from names"):
+      dpjax.load(folder)
+  other = next(file for file in places.values() if file != places[name])
+  index.write_text(json.dumps({"weight_map": {**places, name: other}}))
+  with pytest.raises(
+    dpjax.UserError, match="index.json: expected a complete file of arrays, got Key"
+  ):
+    dpjax.load(folder)
 
 
 def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
