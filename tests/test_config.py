@@ -44,6 +44,17 @@ def test_the_name_of_a_component_is_its_section():
     dpjax.config.check(plain)
 
 
+def test_a_value_of_another_type_is_refused_where_it_is_set():
+  config = dpjax.config.default()
+  message = "^width: expected a value of type int, got '128'"
+  with pytest.raises(dpjax.UserError, match=message):
+    config.model.width = "128"
+  with pytest.raises(dpjax.UserError, match=message):
+    config.model.update(width="128")
+  with pytest.raises(dpjax.UserError, match="^model: expected a section, got 3"):
+    config.model = 3
+
+
 def test_paths_may_begin_with_a_tilde(monkeypatch):
   monkeypatch.setenv("HOME", "/home/somebody")
   keys = "data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from"

@@ -56,6 +56,20 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   for wrong in (None, 5, b"the "):
     with pytest.raises(ValueError, match="prompt: expected a text, "):
       run.generate(wrong)
+    with pytest.raises(dpjax.UserError, match=f"^text: expected a text, got {wrong!r}"):
+      run.score(wrong)
+  assert run.score([text, "the cat"]) == [run.score(text), run.score("the cat")]
+
+
+def test_bits_of_a_text_with_unknown_characters_are_nan(finished, caplog):
+  _, run, _ = finished
+  scores = run.score("the \u6f22 cat")
+  assert math.isnan(scores["bits_per_character"]) and math.isnan(scores["bits_per_byte"])
+  (record,) = caplog.records
+  assert "the vocabulary does not know: 1 in it" in record.getMessage()
+  assert "no bits per character" in dpjax.runs.table(scores)
+  caplog.clear()
+  assert math.isfinite(run.score("the cat")["bits_per_character"]) and not caplog.records
 
 
 def test_another_step_of_a_run_has_its_parameters_and_is_scored_by_the_same_program(finished):

@@ -13,6 +13,7 @@ Source: the pooling paper, Fig. 2.
 import base64
 import html
 import json
+import math
 import re
 import struct
 import zlib
@@ -101,7 +102,8 @@ def _describe(run: "Run", segmentation: "Segmentation", layers: list[_Images]) -
   import jax
 
   scores = segmentation.scores
-  names = ["bits_per_byte" if "bits_per_byte" in scores else "nats_per_token"]
+  has_bits = math.isfinite(scores["bits_per_byte"])
+  names = ["bits_per_byte" if has_bits else "nats_per_token"]
   names += [x for x in scores if re.fullmatch(r"shortening_factor(_\d)?|enrichment|f1", x)]
   parts = [f"{run.tokenizer.name} of {run.tokenizer.vocab_size:,} entries", f"step {run.step:,}"]
   size = sum(leaf.size for leaf in jax.tree.leaves(run.params))

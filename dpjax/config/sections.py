@@ -32,8 +32,13 @@ class Section(ConfigDict):
     if key in ("mixer", "stage_multipliers"):  # from one to several, or back
       with self.ignore_type():
         super().__setitem__(key, value)
-    else:
+      return
+    try:
       super().__setitem__(key, value)
+    except TypeError as error:
+      is_section = isinstance(self[key], ConfigDict)
+      expected = "a section" if is_section else f"a value of type {type(self[key]).__name__}"
+      raise UserError(f"{key}: expected {expected}, got {value!r:.60}") from error
 
   def update(self, *other, **kwargs):
     """Like that of ConfigDict; also accepts components, as names or sections."""

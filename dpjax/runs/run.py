@@ -1,6 +1,8 @@
 """Trained models with their settings and vocabulary."""
 
 import dataclasses
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,8 @@ from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics
 from dpjax.training.trainer import abstract_params
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,23 +74,40 @@ class Run:
     """The most tokens that the model sees at once, `config.model.max_length`."""
     return self.config.model.max_length
 
+  @overload
   def score(
     self, text: str, *, window: int = 0, stride: int = 0, progress: bool = False
-  ) -> dict[str, float]:
-    """Scores a text, including its first token.
+  ) -> dict[str, float]: ...
+
+  @overload
+  def score(
+    self, text: Sequence[str], *, window: int = 0, stride: int = 0, progress: bool = False
+  ) -> list[dict[str, float]]: ...
+
+  def score(
+    self, text: str | Sequence[str], *, window: int = 0, stride: int = 0, progress: bool = False
+  ) -> dict[str, float] | list[dict[str, float]]:
+    """Scores a text, including its first token, or several, each by itself.
 
     Args:
-      text: the text.
+      text: a text, or several.
       window: tokens that the model sees at once; 0: `config.eval.window`.
       stride: how many of these are scored, with the others as context; 0: `config.eval.stride`.
       progress: whether to show a progress bar.
 
     Returns:
-      See `dpjax.training.metrics.text_scores`, and with token pooling `boundary_scores`.
+      See `dpjax.training.metrics.text_scores`, and with token pooling `boundary_scores`; for
+      several texts, a list. If tokens lose some of a text, its bits are nan, with a warning.
 
     Raises:
-      ValueError: the text is empty, or the window is longer than the model's.
+      ValueError: a text is empty, or the window is longer than the model's.
     """
+    if isinstance(text, list | tuple):
+      settings = dict(window=window, stride=stride, progress=progress)
+      return [self._score_text(each, **settings) for each in text]
+    return self._score_text(text, window=window, stride=stride, progress=progress)
+
+  def _score_text(self, text: str, *, window: int, stride: int, progress: bool) -> dict[str, float]:
     tokens = self.tokenizer.encode(text)
     if not len(tokens):
       raise UserError(f"text: expected at least one token, got none in {text!r}")
@@ -94,8 +115,14 @@ class Run:
     boundaries = None
     if self.data is not None and self.data.boundaries is not None:
       boundaries = self.data.segment(text)
-    scored = Split(tokens, counts, boundaries)
-    return self.scorer.score(self.params, scored, window=window, stride=stride, progress=progress)
+    split = Split(tokens, counts, boundaries)
+    scores = self.scorer.score(self.params, split, window=window, stride=stride, progress=progress)
+    if not self.tokenizer.keeps_text(tokens):
+      name = self.tokenizer.name
+      lost = self.tokenizer.describe_unknown({"it": tokens}) or f"{name} loses parts of texts"
+      _log.warning("Bits per character of a text are nan: %s", lost)
+      scores |= dict.fromkeys(("bits_per_character", "bits_per_byte"), math.nan)
+    return scores
 
   def score_split(
     self,
@@ -365,6 +392,6 @@ def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:
 def table(scores: Mapping[str, float]) -> str:
   """Scores as a table, one on each line."""
   lines = [f"  {name.replace('_', ' '):22s}{value:12.6g}" for name, value in scores.items()]
-  if "bits_per_character" not in scores:
+  if math.isnan(scores.get("bits_per_character", math.nan)):
     lines.append("  (no bits per character: the tokens do not hold the whole text)")
   return "\n".join(lines)

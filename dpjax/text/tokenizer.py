@@ -59,8 +59,11 @@ class Tokenizer(abc.ABC):
   def encode(self, text: str) -> np.ndarray:
     """The ids of a text, int32 [N].
 
-    Raises a `ValueError`, `text: ...`, for a lone surrogate, which UTF-8 cannot encode.
+    Raises a `ValueError`, `text: ...`, for what is no text, or a lone surrogate, which UTF-8 cannot
+    encode.
     """
+    if not isinstance(text, str):
+      raise UserError(f"text: expected a text, got {text!r:.60}")
     try:
       text.encode()
     except UnicodeEncodeError as error:
