@@ -206,6 +206,21 @@ def test_the_mixers_of_a_model_are_found():
   assert [*dpjax.config.mixers_in(model)] == ["model.mixer"]
 
 
+def test_a_model_says_what_it_is():
+  def describe(name):
+    return sections.describe_model(dpjax.config.load(name).model)
+
+  assert describe("hnet:mamba2,tiny") == "attention within mamba2 (routing boundaries)"
+  model = changed({"model.mixer": "we", "model.boundaries": "gumbel"}).model
+  assert sections.describe_model(model) == "we (gumbel boundaries)"
+  model.last.mixer = "she,he"
+  model.middle = dpjax.config.middle("fixed")
+  expected = "we (fixed boundaries) within we and she,he (gumbel boundaries)"
+  assert sections.describe_model(model) == expected
+  model.boundaries = "none"
+  assert sections.describe_model(changed({"model.mixer": "we,he"}).model) == "we,he"
+
+
 def test_a_model_is_checked_by_itself():
   mixer = dpjax.config.mixer("attention", num_heads=7)
   model = dpjax.config.ConfigDict({**dpjax.config.default_model(), "mixer": mixer}).to_json()

@@ -107,11 +107,9 @@ def _describe(run: "Run", segmentation: "Segmentation", layers: list[_Images]) -
   names += [x for x in scores if re.fullmatch(r"shortening_factor(_\d)?|enrichment|f1", x)]
   parts = [f"{run.tokenizer.name} of {run.tokenizer.vocab_size:,} entries", f"step {run.step:,}"]
   size = sum(leaf.size for leaf in jax.tree.leaves(run.params))
-  boundaries = run.config.model.boundaries.name
-  pooling = "" if boundaries == "none" else f", {boundaries} boundaries"
   return {
     "name": run.workdir.name if run.workdir else run.name,
-    "about": f"{run.name}{pooling}; {size:,} parameters; {'; '.join(parts)}",
+    "about": f"{run.name}; {size:,} parameters; {'; '.join(parts)}",
     "scores": {name.replace("_", " "): f"{scores[name]:.4g}" for name in names},
     "pieces": segmentation.pieces,
     "bits": _numbers(segmentation.surprisals.astype(np.float64) / np.log(2)),

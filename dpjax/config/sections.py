@@ -239,6 +239,23 @@ def mixer_names(mixer: Settings | list[Settings] | tuple[Settings, ...] | None) 
   return ",".join(section["name"] for section in in_turn("", mixer).values())
 
 
+def describe_model(model: Settings) -> str:
+  """The mixers of a model, from the innermost stack out, and its boundaries.
+
+  "we"    "dispatcher (gumbel boundaries)"    "attention within mamba2 (routing boundaries)"
+  """
+  inner = mixer_names(model["mixer"])
+  text = inner
+  for stage in reversed([stage for stage in stages_in(model).values() if is_pooled(stage)]):
+    outer = (mixer_names(stage[x]["mixer"] or stage["mixer"]) for x in ("first", "last"))
+    around = " and ".join(dict.fromkeys(outer))
+    if around != inner:
+      text += f" within {around}"
+    text += f" ({stage['boundaries']['name']} boundaries)"
+    inner = around
+  return text
+
+
 def is_pooled(model: Settings) -> bool:
   """Whether a model pools its tokens."""
   return model["boundaries"]["name"] != "none"

@@ -64,9 +64,9 @@ class Run:
 
   @property
   def name(self) -> str:
-    """The name of the mixer or mixers, or of the class of a model made in Python."""
+    """The mixers and boundaries of the model, or the class of one made in Python."""
     if isinstance(self.model, LanguageModel):
-      return sections.mixer_names(self.config.model.mixer)
+      return sections.describe_model(self.config.model)
     return type(self.model).__name__
 
   @property
