@@ -122,7 +122,9 @@ def page() -> str:
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
       component = components.component(name)
-      first = (inspect.getdoc(component) or "").split("\n\n")[0].replace("\n", " ")
+      # A tokenizer is the method of a class.
+      described = getattr(component, "__self__", component)
+      first = (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ")
       rows = [
         row(x, setting, setting.meaning or meaning(component, x))
         for x, setting in components.settings(name).items()

@@ -430,6 +430,20 @@ def test_the_numpy_model_runs_alone(run, tmp_path):
     loaded = dpjax.load(tmp_path / dtype)
     expected = jax.jit(loaded.model.apply)({"params": loaded.params}, np.array([[1, 2]])).logits
     np.testing.assert_allclose(logits, expected[0], atol=1e-4)
+  size, window = run.tokenizer.vocab_size, run.window
+  model = numpy_model.load(tmp_path / "float32")
+  for tokens, message in (
+    ([1, -1], f"tokens: expected ids in 0 .. {size - 1}, got -1"),
+    ([size], f"tokens: expected ids in 0 .. {size - 1}, got {size}"),
+    ([0.5], f"tokens: expected ids in 0 .. {size - 1}, got 0.5"),
+    ([], rf"tokens: expected \[T\] with 1 <= T <= {window}, got the shape \(0,\)"),
+    ([0] * (window + 1), rf"tokens: .* got the shape \({window + 1},\)"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      model(tokens)
+  card = (tmp_path / "float32/README.md").read_text()
+  assert "The id of a character is its place, from 0, in `characters`" in card
+  assert f"; {size - 1} is every other character" in card
   # With NumPy, and without anything else that is installed.
   code = "import numpy, runpy, sys; sys.path = [x for x in sys.path if 'site-packages' not in x]"
   code += "; sys.argv = ['numpy_model.py', '.', '1', '2']"
@@ -437,3 +451,6 @@ def test_the_numpy_model_runs_alone(run, tmp_path):
   words = [sys.executable, "-c", code]
   done = subprocess.run(words, cwd=tmp_path / "bfloat16", capture_output=True, text=True)
   assert done.stdout.split()[0] == str(logits[-1].argmax()), done.stderr
+  words[-1] = words[-1].replace("'2'", "'-2'")
+  done = subprocess.run(words, cwd=tmp_path / "bfloat16", capture_output=True, text=True)
+  assert done.returncode == 1 and done.stderr.startswith("tokens: expected ids in 0 .. ")

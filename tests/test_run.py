@@ -56,8 +56,10 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   for wrong in (None, 5, b"the "):
     with pytest.raises(ValueError, match="prompt: expected a text, "):
       run.generate(wrong)
-    with pytest.raises(dpjax.UserError, match=f"^text: expected a text, got {wrong!r}"):
+    with pytest.raises(dpjax.UserError, match=f"^text: expected a text, or several, got {wrong!r}"):
       run.score(wrong)
+  with pytest.raises(dpjax.UserError, match="^text: expected a text, got 3"):
+    run.score(["the", 3])
   assert run.score([text, "the cat"]) == [run.score(text), run.score("the cat")]
 
 

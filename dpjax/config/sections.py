@@ -242,7 +242,7 @@ def mixer_names(mixer: Settings | list[Settings] | tuple[Settings, ...] | None) 
 def describe_model(model: Settings) -> str:
   """The mixers of a model, from the innermost stack out, and its boundaries.
 
-  "we"    "dispatcher (gumbel boundaries)"    "attention within mamba2 (routing boundaries)"
+  Such as "we", "dispatcher (gumbel boundaries)" or "attention within mamba2 (routing boundaries)".
   """
   inner = mixer_names(model["mixer"])
   text = inner

@@ -31,8 +31,9 @@ class SampleText:
 
     Those after the end are not used. The text lacks the stop that ends it.
     """
-    has_end = self._end_id in tokens
-    before = tokens[: tokens.index(self._end_id)] if has_end else tokens
+    before = tokens
+    if self._end_id is not None and self._end_id in tokens:
+      before = tokens[: tokens.index(self._end_id)]
     # A stop may end with any token.
     parts = [[token] for token in before] if self._stops else [before]
     text = ""
@@ -42,7 +43,7 @@ class SampleText:
       num_used += len(part)
       if self.is_stopped:
         return text, num_used
-    if has_end:
+    if len(before) < len(tokens):
       self.is_stopped = True
       num_used += 1
     return text, num_used

@@ -83,10 +83,9 @@ def shards_of(index: Path) -> dict[str, Path]:
     UserError: the index has no such names.
   """
   places = files.read_json(index).get("weight_map")
-  is_valid = isinstance(places, dict) and all(
+  if not isinstance(places, dict) or not all(
     isinstance(x, str) and x == Path(x).name and x.endswith(".safetensors") for x in places.values()
-  )
-  if not is_valid:
+  ):
     expected = "a weight_map from names of arrays to .safetensors files beside it"
     raise UserError(f"{index}: expected {expected}, got another JSON")
   return {name: index.with_name(x) for name, x in places.items()}

@@ -57,6 +57,9 @@ def causal_attention(
 
   With a window of w, s >= t - w + 1, and tiles outside of this band are skipped: O(T w E) time.
 
+  Positions that are not seen have the weight 0, and 0 times nan is nan: nan or infinity in a value
+  reaches every position of its row that shares a tile with it, also in other documents.
+
   Args:
     queries: one for each position and head.
     keys: likewise.

@@ -46,7 +46,7 @@ def run_in_bucket(
   Args:
     function: [B, c, ...] and `others` -> [B, c, ...]; must not close over traced values.
     bucket_sizes: increasing lengths up to S; others raise a `ValueError`.
-    required_length: at most S, the num_buckets of outputs that will be read; None computes all.
+    required_length: at most S, the number of outputs that will be read; None computes all.
     inputs: one array for each position.
     *others: further arguments, any pytrees; their floats get gradients.
   """

@@ -52,6 +52,10 @@ def selective_state_space(
     s_t = exp(dt_t a) s_{t-1} + dt_t x_t b_t^T          s_{-1} = 0, [P, N] for each head
     y_t = s_t c_t
 
+  A document's first position multiplies the state before it by 0, and 0 times nan is nan: nan or
+  infinity in an input reaches every position of its chunk and all later ones, also in other
+  documents.
+
   It costs O(T (Q (N + P) + P N)) for each head: products within chunks of Q positions, and a scan
   that carries the state from chunk to chunk. The gradient recomputes each chunk, so it
   stores the arguments and, while it runs, one state for each chunk.

@@ -74,7 +74,8 @@ def shift_and_sum(
     level_keep: a level with False is skipped, without rescaling (Dispatcher dropout, Sec. 2.1).
       None keeps all.
     document_starts: 1 at the first token of each document, else 0: gates[t, k] counts as 0 if
-      t - 2**k lies before the document. None means that each row is one document.
+      t - 2**k lies before the document. None means that each row is one document. As 0 times nan
+      is nan, nan or infinity in one document reaches the later ones of its row.
     implementation: one of the names above; None takes "pallas" on an NVIDIA GPU, except within
       `jax.shard_map` and with a symbolic batch, and "recompute" elsewhere.
 

@@ -44,7 +44,21 @@ _NUMPY = """
 
 ```sh
 python numpy_model.py . {run.tokenizer.start_id}  # the ids and probabilities of likely next tokens
-```"""
+```
+
+{ids}"""
+# How a text becomes ids, by tokenizer.
+_IDS = {
+  "characters": "The id of a character is its place, from 0, in `characters` of "
+  "`data/tokenizer.json`; {run.tokenizer.unknown_id} is every other character.",
+  "bytes": "The ids of a text are its bytes in UTF-8: `[*text.encode()]` in Python.",
+  "bytes_with_ends": "The ids of a text are {run.tokenizer.start_id} and its bytes in UTF-8: "
+  "`[{run.tokenizer.start_id}, *text.encode()]` in Python.",
+  "bpe": "The package `tokenizers` turns a text into ids, by the value of `tokenizer` in "
+  "`data/tokenizer.json`: "
+  "`Tokenizer.from_str(json.dumps(value)).encode(text, add_special_tokens=False).ids`.",
+}
+_OTHER_IDS = "`run.tokenizer.encode(text)` of dpjax turns a text into ids."
 _FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
 _NO_PROGRAM = "\nThis folder has no program of the model in NumPy."
 
@@ -102,7 +116,8 @@ def write(
   assert run.data is not None
   name = address.rpartition("/")[2]
   scores = list(_scores(run))
-  notes = [_NUMPY.format(run=run) if has_program else _NO_PROGRAM]
+  ids = _IDS.get(run.tokenizer.name, _OTHER_IDS).format(run=run)
+  notes = [_NUMPY.format(run=run, ids=ids) if has_program else _NO_PROGRAM]
   if foreign:
     notes.append(_FOREIGN.format(names=", ".join(foreign)))
   rows = [f"| {split} | {score.replace('_', ' ')} | {x:.4g} |" for split, score, x in scores]

@@ -5,7 +5,8 @@
   logits = load("FOLDER")                   from Python
   logits([5, 17, 3])                        [T] -> [T, V]; row t is for token t + 1
 
-Tokens are ids of the vocabulary in data/tokenizer.json, at most `max_length` of config.json.
+Tokens are ids of the vocabulary in data/tokenizer.json, at most `max_length` of config.json; others
+are refused.
 In the functions below, `p` maps names in model.safetensors to arrays, and `model` has the
 settings `config.model`. A matrix is [in, out]; the features of heads are concatenated; arrays of a
 stack of layers have the layers as their first axis. A model in bfloat16 agrees up to rounding, and
@@ -45,7 +46,21 @@ def load(folder):
     model["boundaries"] = read("boundaries.json")
   if (folder / "frozen.json").exists():
     model["boundaries"]["frozen"] = read("frozen.json")
-  return lambda tokens: forward(tokens, arrays, model)
+
+  def logits(tokens):
+    check_tokens(tokens, len(arrays["embedding.tokens.embedding"]), model["max_length"])
+    return forward(tokens, arrays, model)
+
+  return logits
+
+
+def check_tokens(tokens, vocab_size, max_length):  # NumPy would take -1 for the last id
+  shape = np.shape(tokens)
+  if len(shape) != 1 or not 1 <= shape[0] <= max_length:
+    raise ValueError(f"tokens: expected [T] with 1 <= T <= {max_length}, got the shape {shape}")
+  for token in np.asarray(tokens).tolist():
+    if type(token) is not int or not 0 <= token < vocab_size:
+      raise ValueError(f"tokens: expected ids in 0 .. {vocab_size - 1}, got {token}")
 
 
 def part(p, name):  # the arrays whose names begin with this part
@@ -320,7 +335,10 @@ BOUNDARIES = {
 
 
 def main(folder, *tokens):
-  z = load(folder)([int(token) for token in tokens])[-1]
+  try:
+    z = load(folder)([int(token) for token in tokens])[-1]
+  except ValueError as error:
+    sys.exit(str(error))
   chances = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
   for token in np.argsort(-z)[:10]:
     print(f"{token:8}  {chances[token]:.4f}")

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -102,10 +102,10 @@ class Run:
     Raises:
       ValueError: a text is empty, or the window is longer than the model's.
     """
-    if isinstance(text, list | tuple):
-      settings = dict(window=window, stride=stride, progress=progress)
-      return [self._score_text(each, **settings) for each in text]
-    return self._score_text(text, window=window, stride=stride, progress=progress)
+    if not isinstance(text, Sequence) or isinstance(text, bytes):
+      raise UserError(f"text: expected a text, or several, got {text!r:.60}")
+    score = partial(self._score_text, window=window, stride=stride, progress=progress)
+    return score(text) if isinstance(text, str) else [score(each) for each in text]
 
   def _score_text(self, text: str, *, window: int, stride: int, progress: bool) -> dict[str, float]:
     tokens = self.tokenizer.encode(text)
