@@ -217,7 +217,7 @@ def _by_position(
   length = len(row["ends_0"])
   last = np.flatnonzero(row["ends_0"])  # each segment's last token
   for i, outer in enumerate(modules[:-1], 1):
-    if outer.has_null_group:
+    if outer.reader.num_null:
       last = np.append(-1, last)  # -1: before the text
     if f"probabilities_{i}" in row:
       is_inside = last >= 0
@@ -328,7 +328,7 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
   position = np.arange(inputs.size)
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
   for end, module in zip(ends, run.scorer.objective.boundaries, strict=True):
-    num_null = 1 if module.has_null_group else 0
+    num_null = module.reader.num_null
     last_closed = np.cumsum(end) + num_null - 1  # the last segment that has ended at a position
     current = np.cumsum(end) - end + num_null  # the segment that a position is in
     rows, columns = units[-1]

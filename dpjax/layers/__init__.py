@@ -31,6 +31,9 @@ if TYPE_CHECKING:
   from dpjax.layers.mamba2 import Mamba2 as Mamba2
   from dpjax.layers.mixer import Context as Context
   from dpjax.layers.mixer import Mixer as Mixer
+  from dpjax.layers.segment_readers import NullGroup as NullGroup
+  from dpjax.layers.segment_readers import SegmentReader as SegmentReader
+  from dpjax.layers.segment_readers import Smoothing as Smoothing
   from dpjax.layers.short_convolution import ShortConvolution as ShortConvolution
   from dpjax.text.boundaries import TextBoundaries as TextBoundaries
 else:

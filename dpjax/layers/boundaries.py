@@ -20,6 +20,7 @@ from dpjax import ops
 from dpjax.errors import UserError
 from dpjax.layers.common import check_settings
 from dpjax.layers.mixer import Cache, Context, as_context, check_documents
+from dpjax.layers.segment_readers import NullGroup, SegmentReader
 from dpjax.ops import arrays
 from dpjax.ops.segments import METHODS
 from dpjax.text.boundaries import TextBoundaries
@@ -59,8 +60,8 @@ class Boundaries(nn.Module):
     suits_segments: whether it can also pool segments: `tokens` is then None, and a batch of its
       `loss` has only "weights" and "boundary_share".
     is_stochastic: whether it draws boundaries of probability sigmoid(logits), and takes `noise`.
-    has_null_group: whether a learned vector and a norm precede the middle. Without them, the
-      first token of each row and document must be a boundary.
+    reader: how the middle and the tokens read segments, a subclass of `SegmentReader`: `NullGroup`
+      or, for boundaries with probabilities, `Smoothing`.
     needs_run: whether its field `frozen` receives the model of the folder `run`, whose
       parameters are stored under "frozen" and not trained.
     is_unbounded: whether it also finds boundaries beyond the model's window.
@@ -76,7 +77,7 @@ class Boundaries(nn.Module):
   separates_documents: ClassVar[bool] = False
   suits_segments: ClassVar[bool] = False
   is_stochastic: ClassVar[bool] = False
-  has_null_group: ClassVar[bool] = True
+  reader: ClassVar[type[SegmentReader]] = NullGroup
   needs_run: ClassVar[bool] = False
   is_unbounded: ClassVar[bool] = True
   reads_logits: ClassVar[bool] = False
@@ -179,26 +180,9 @@ class Boundaries(nn.Module):
     """The state before the first token, for B rows of width D."""
     return ()
 
-  def smooth(
-    self,
-    segments: jax.Array,
-    probabilities: jax.Array | None,
-    previous: jax.Array | None,
-    document_starts: jax.Array | None = None,
-  ) -> jax.Array:
-    """Changes the segments between the middle and the tokens, without a null group.
-
-    Args:
-      segments: [B, S, D], the output of the middle.
-      probabilities: [B, S], those of `BoundaryOutput` at the boundaries that end the segments.
-      previous: [B, D], the last result, if rows continue.
-      document_starts: [B, S], 1 at the first segment of each document, if rows have several.
-    """
-    return segments
-
-  def combine(self, read: jax.Array, hidden: jax.Array, output: BoundaryOutput) -> jax.Array:
-    """The input of the last stack, [B, T, D]: upsampled segments plus the tokens' vectors."""
-    return read + hidden
+  def residual(self, hidden: jax.Array) -> jax.Array:
+    """What the last stack reads besides the segments, of the first stack's output, [B, T, D]."""
+    return hidden
 
   def max_segments(self, length: int) -> int | None:
     """The number of segments in any row of T tokens; None if it depends on the tokens."""

@@ -18,6 +18,7 @@ from dpjax import ops
 from dpjax.layers.block import FeedForward
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, check_target, newest
 from dpjax.layers.mixer import Cache
+from dpjax.layers.segment_readers import SegmentReader, Smoothing
 from dpjax.ops import arrays
 from dpjax.ops.entropies import check_rule
 from dpjax.text.boundaries import TextBoundaries
@@ -224,8 +225,8 @@ class Routing(Boundaries):
 
     y_t = straight_through(p_t, b_t) e_m + W_r h_t + a_r,  m the last closed segment
 
-  with the middle's vectors e smoothed by p (`dpjax.ops.smooth_segments`), in float32. The loss is
-  `weight` times `dpjax.ops.ratio_loss`.
+  with the middle's vectors e smoothed by p (`Smoothing`), in float32. The loss is `weight` times
+  `dpjax.ops.ratio_loss`.
 
   Attributes:
     factor: N, the target number of tokens per segment, above 1.
@@ -239,7 +240,7 @@ class Routing(Boundaries):
 
   separates_documents: ClassVar[bool] = True
   suits_segments: ClassVar[bool] = True
-  has_null_group: ClassVar[bool] = False
+  reader: ClassVar[type[SegmentReader]] = Smoothing
   reads_share: ClassVar[bool] = True
   pooling: ClassVar[str] = "last"
 
@@ -284,17 +285,8 @@ class Routing(Boundaries):
   def init_state(self, batch: int, width: int) -> jax.Array:
     return jnp.zeros((batch, width), self.dtype)
 
-  def smooth(self, segments, probabilities, previous, document_starts=None):
-    assert probabilities is not None
-    return ops.smooth_segments(
-      segments, probabilities, previous=previous, document_starts=document_starts
-    )
-
-  def combine(self, read, hidden, output):
-    assert output.probabilities is not None
-    chosen = ops.straight_through(output.probabilities, output.boundaries)[..., None]
-    sums = chosen * read.astype(jnp.float32) + self._residual(hidden.astype(jnp.float32))
-    return sums.astype(hidden.dtype)
+  def residual(self, hidden):
+    return self._residual(hidden.astype(jnp.float32))
 
   def loss(self, stage, batch, logits=None):
     assert stage.probabilities is not None

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dpjax import ops
-from dpjax.layers.boundaries import Boundaries, StageOutput
+from dpjax.layers.boundaries import StageOutput
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Cache, Context
 from dpjax.models.stack import Buckets, Stack, share_positions
@@ -121,18 +121,18 @@ class Hourglass(nn.Module):
     """
     context = context or Context()
     if not self.stages:
-      return self._step_layers(inputs, cache, context)
+      return self.step_layers(inputs, cache, context)
     hourglass, variables = self.unbind()
 
     def step(inputs, cache, context):
-      return hourglass.bind(variables)._step_layers(inputs, cache, context)
+      return hourglass.bind(variables).step_layers(inputs, cache, context)
 
     for stage in reversed(self.stages[1:]):
       step = _StageStep(_rebinding(stage), step)
     outermost = _StageStep(lambda: self.stages[0], step)
     return outermost(inputs, cache, context, tokens, pooling)
 
-  def _step_layers(
+  def step_layers(
     self, inputs: jax.Array, cache: HourglassCache, context: Context
   ) -> tuple[jax.Array, HourglassCache]:
     """The step of the innermost layers."""
@@ -206,7 +206,7 @@ class _StageStep(NamedTuple):
       return rebind().narrow(outputs.astype(segments.dtype)), within
 
     read = _read_chunk if inputs.shape[1] > 1 else _read_token
-    u_bcd, latest, within = read(step, level, stage.boundaries, stage_cache.latest, within)
+    u_bcd, latest, within = read(step, level, stage, stage_cache.latest, within)
     outputs, stage_cache = stage.up_step(u_bcd, latest, level, stage_cache, context)
     return outputs, within._replace(stages=(stage_cache, *within.stages))
 
@@ -218,25 +218,23 @@ SegmentStep = Callable[[jax.Array, HourglassCache, jax.Array], tuple[jax.Array, 
 def _read_chunk(
   step: SegmentStep,
   level: ChunkLevel,
-  boundaries: Boundaries,
+  stage: Stage,
   latest: jax.Array,
   cache: HourglassCache,
 ) -> tuple[jax.Array, jax.Array, HourglassCache]:
   """The results for the tokens of a chunk, [B, C, D]; for the last, [B, D]; the new cache."""
   chunk = level.index.shape[1]
-  is_new_b11 = level.is_new[:, None, None]
-  queue_bsd = jnp.where(is_new_b11, level.entries, jnp.roll(level.entries, -1, axis=1))
-  sizes = ops.bucket_sizes(chunk + 1, min(boundaries.num_buckets, 4, chunk // 8 + 1))
+  longest = level.queue.shape[1]
+  sizes = ops.bucket_sizes(longest, min(stage.boundaries.num_buckets, 4, chunk // 8 + 1))
 
   def at_size(size, queue_bsd, cache):
     s_bsd, cache = step(queue_bsd[:, :size], cache, level.num_waiting)
-    return jnp.pad(s_bsd, ((0, 0), (0, chunk + 1 - size), (0, 0))), cache
+    return jnp.pad(s_bsd, ((0, 0), (0, longest - size), (0, 0))), cache
 
   index = jnp.searchsorted(jnp.asarray(sizes), jnp.max(level.num_waiting))
   branches = [functools.partial(at_size, size) for size in sizes]
-  s_bsd, cache = jax.lax.switch(index, branches, queue_bsd, cache)
-  if not boundaries.has_null_group:
-    s_bsd = boundaries.smooth(s_bsd[:, :-1], level.probabilities, latest)
+  s_bsd, cache = jax.lax.switch(index, branches, level.queue, cache)
+  s_bsd = stage.reader.finish_step(s_bsd, level.probabilities, latest)
   s_bsd = jnp.concatenate([latest[:, None], s_bsd], axis=1)
   latest_bd = jnp.take_along_axis(s_bsd, level.num_waiting[:, None, None], axis=1)[:, 0]
   return take_segments(s_bsd, level.index), latest_bd, cache
@@ -245,7 +243,7 @@ def _read_chunk(
 def _read_token(
   step: SegmentStep,
   level: ChunkLevel,
-  boundaries: Boundaries,
+  stage: Stage,
   latest: jax.Array,
   cache: HourglassCache,
 ) -> tuple[jax.Array, jax.Array, HourglassCache]:
@@ -254,11 +252,9 @@ def _read_token(
   def advance(state):
     count, latest_bd, cache = state
     is_next_b = count < level.num_waiting
-    next_b = jnp.where(level.is_new, count, 1)
-    next_b1d = jnp.take_along_axis(level.entries, next_b[:, None, None], axis=1)
+    next_b1d = jax.lax.dynamic_slice_in_dim(level.queue, count, 1, axis=1)
     s_b1d, cache = step(next_b1d, cache, is_next_b.astype(jnp.int32))
-    if not boundaries.has_null_group:
-      s_b1d = boundaries.smooth(s_b1d, level.probabilities, latest_bd)
+    s_b1d = stage.reader.finish_step(s_b1d, level.probabilities, latest_bd)
     return count + 1, jnp.where(is_next_b[:, None], s_b1d[:, 0], latest_bd), cache
 
   # A loop of zero to two iterations; `lax.cond` would copy the caches at every token.

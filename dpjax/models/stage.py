@@ -1,6 +1,7 @@
 """One pooling of an hourglass: tokens to segments, and back.
 
-B batch, T position, D width, S the segments and the null group, C position of a chunk.
+B batch, T position, D width, S the segments and the null group, C position of a chunk, N 1 with a
+null group, else 0.
 """
 
 from typing import NamedTuple
@@ -82,9 +83,8 @@ class ChunkLevel(NamedTuple):
     output: the boundaries.
     first: the caches of the first stack.
     segment: the open segment.
-    entries: [B, 1 + C, D'], the null group and the segments that end in the chunk.
-    is_new: [B], whether the null group goes first, in a new row.
-    index: [B, C], the number of entries that each token reads, the last of them its own.
+    queue: [B, N + C, D'], the null group, in a new row, and the segments that end in the chunk.
+    index: [B, C], the number of vectors in the queue up to the one that each token reads.
     probabilities: [B, C], those at the boundaries that end the segments, or None.
   """
 
@@ -92,14 +92,13 @@ class ChunkLevel(NamedTuple):
   output: BoundaryOutput
   first: tuple[Cache, ...]
   segment: ops.SegmentCache
-  entries: jax.Array
-  is_new: jax.Array
+  queue: jax.Array
   index: jax.Array
   probabilities: jax.Array | None
 
   @property
   def num_waiting(self) -> jax.Array:
-    """[B], the number of entries."""
+    """[B], the number of vectors in the queue."""
     return self.index[:, -1]
 
 
@@ -111,7 +110,7 @@ class Stage(nn.Module):
     first: blocks before the pooling.
     boundaries: `dpjax.layers.Boundaries`.
     last: blocks after the upsampling.
-    inner_norm: N, such as `dpjax.layers.Norm()`; not used without a null group.
+    inner_norm: the norm of the boundaries' `reader`, such as `dpjax.layers.Norm()`.
     shared_positions: the positions and biases that the relative attention of `first` and `last`
       shares, from its `make_positions`; None without relative attention.
     inner_width: the width of the segments, with a matrix in each direction; None means D.
@@ -133,11 +132,10 @@ class Stage(nn.Module):
   dtype: DTypeLike = jnp.float32
 
   def setup(self):
-    """Creates the null group and the maps to the width of the segments and back."""
+    """Creates the reader of segments and the maps to their width and back."""
     check_settings(self, sizes=("width",) if self.inner_width is None else ("inner_width",))
-    if self.boundaries.has_null_group:
-      shape = (self.inner_width or self.width,)
-      self.null_d = self.param("null_group", nn.initializers.normal(1.0), shape, jnp.float32)
+    self.reader = self.boundaries.reader(self.inner_width or self.width, self.inner_norm)
+    nn.share_scope(self, self.reader)
     if self.inner_width is None:
       return
     if self.pads:
@@ -172,46 +170,43 @@ class Stage(nn.Module):
       is_real_bt = jnp.arange(inputs.shape[1])[None] < context.lengths[:, None]
       b_bt = output.boundaries * is_real_bt.astype(output.boundaries.dtype)
       output = output._replace(boundaries=b_bt)
-    num_segments_b = self._count(output.boundaries, context)
+    num_segments_b = self.reader.count(output.boundaries, context)
     inner_buckets = self._inner_buckets(inputs.shape[1], num_segments_b, context, pooling)
     size = inner_buckets.sizes[-1]
     pooled_bsd = ops.pool_segments(
       h_btd,
       output.boundaries,
-      size - int(self.boundaries.has_null_group),
+      size - self.reader.num_null,
       method=self.boundaries.pooling,
       document_starts=self._null_starts(context),
     )
-    s_bsd = self.widen(pooled_bsd)
     starts_bs = None
     if context.document_starts is not None:
       starts_bs = ops.segment_starts(
         output.boundaries,
         context.document_starts,
         size,
-        has_null_group=self.boundaries.has_null_group,
+        has_null_group=self.reader.num_null > 0,
       )
-    if self.boundaries.has_null_group:
-      s_bsd = self.inner_norm(self._with_null(s_bsd, starts_bs))
     inner = Context(
       deterministic=context.deterministic,
       document_starts=starts_bs,
       lengths=num_segments_b,
     )
+    s_bsd = self.reader.prepare(self.widen(pooled_bsd), inner)
     return Level(h_btd, output, context, s_bsd, inner, inner_buckets)
 
   def up(self, segments: jax.Array, level: Level, buckets: Buckets) -> jax.Array:
     """From the result of the stage within, [B, S, D'], to [B, T, D]."""
     s_bsd = self.narrow(segments.astype(level.segments.dtype))
     output = level.output
-    if not self.boundaries.has_null_group:
-      p_bs = pool_probabilities(output, level.segments.shape[1])
-      s_bsd = self.boundaries.smooth(s_bsd, p_bs, None, level.inner.document_starts)
-      s_bsd = jnp.concatenate([jnp.zeros_like(s_bsd[:, :1]), s_bsd], axis=1)
+    p_bs = pool_probabilities(output, s_bsd.shape[1])
     u_btd = ops.upsample_segments(
-      s_bsd, output.boundaries, document_starts=self._null_starts(level.context)
+      self.reader.finish(s_bsd, p_bs, level.inner),
+      output.boundaries,
+      document_starts=self._null_starts(level.context),
     )
-    x_btd = self.boundaries.combine(u_btd, level.hidden, output)
+    x_btd = self.reader.combine(u_btd, self.boundaries.residual(level.hidden), output)
     return self._run(self.last, x_btd, level.context, buckets)
 
   def down_step(
@@ -233,24 +228,24 @@ class Stage(nn.Module):
       method=self.boundaries.pooling,
       lengths=context.lengths,
     )
-    entries_bsd = self._with_null(self.widen(pooled_bsd), None)
-    if self.boundaries.has_null_group:
-      entries_bsd = self.inner_norm(entries_bsd)
+    s_bsd = self.reader.prepare(self.widen(pooled_bsd), Context())
     b_bc = output.boundaries.astype(jnp.int32)
     batch, chunk = b_bc.shape
     lengths = context.lengths
     if lengths is None:
       lengths = jnp.full(batch, chunk, jnp.int32)
     b_bc = jnp.where(jnp.arange(chunk)[None] < lengths[:, None], b_bc, 0)
-    is_new_b = (cache.length == 0) & (lengths > 0) & self.boundaries.has_null_group
+    is_new_b = (cache.length == 0) & (lengths > 0)
+    num_null = self.reader.num_null
+    num_null_b1 = jnp.where(is_new_b, num_null, 0)[:, None]
     return ChunkLevel(
       hidden=h_bcd,
       output=output,
       first=first,
       segment=segment,
-      entries=entries_bsd,
-      is_new=is_new_b,
-      index=is_new_b.astype(jnp.int32)[:, None] + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32),
+      # In a row that continues, the null group moves to the end, where nothing reads it.
+      queue=jnp.where(is_new_b[:, None, None], s_bsd, jnp.roll(s_bsd, -num_null, axis=1)),
+      index=num_null_b1 + jnp.cumsum(b_bc, axis=1, dtype=jnp.int32),
       probabilities=pool_probabilities(output._replace(boundaries=b_bc), chunk),
     )
 
@@ -258,7 +253,7 @@ class Stage(nn.Module):
     self, read: jax.Array, latest: jax.Array, level: ChunkLevel, cache: StageCache, context: Context
   ) -> tuple[jax.Array, StageCache]:
     """`up` from the upsampled segments, [B, C, D]; `latest`, [B, D], is that of the last token."""
-    x_bcd = self.boundaries.combine(read, level.hidden, level.output)
+    x_bcd = self.reader.combine(read, self.boundaries.residual(level.hidden), level.output)
     y_bcd, last = self._step(self.last, x_bcd, cache.last, context)
     num_new = read.shape[1] if context.lengths is None else context.lengths
     new = StageCache(
@@ -348,15 +343,6 @@ class Stage(nn.Module):
     ops.check_boundaries(pooling.boundaries, shape)
     return output._replace(boundaries=pooling.boundaries)
 
-  def _count(self, b_bt: jax.Array, context: Context) -> jax.Array:
-    """[B], the number of segments and null groups."""
-    num_segments_b = jnp.sum(b_bt.astype(jnp.int32), axis=1)
-    if not self.boundaries.has_null_group:
-      return num_segments_b
-    if context.document_starts is None:
-      return num_segments_b + 1
-    return num_segments_b + jnp.sum(context.document_starts, 1, dtype=jnp.int32)
-
   def _inner_buckets(
     self, length: int, num_segments: jax.Array, context: Context, pooling: PoolingHints
   ) -> Buckets:
@@ -372,16 +358,8 @@ class Stage(nn.Module):
     return Buckets(sizes, jnp.max(num_segments, initial=0))
 
   def _null_starts(self, context: Context) -> jax.Array | None:
-    """The documents that begin with a null group."""
-    return context.document_starts if self.boundaries.has_null_group else None
-
-  def _with_null(self, s_bsd: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """Segments after the null group, which also precedes every further document."""
-    null_b1d = jnp.zeros_like(s_bsd, shape=(s_bsd.shape[0], 1, s_bsd.shape[2]))
-    if self.boundaries.has_null_group:
-      null_b1d = jnp.broadcast_to(self.null_d.astype(s_bsd.dtype)[None, None], null_b1d.shape)
-    s_bsd = jnp.concatenate([null_b1d, s_bsd], axis=1)
-    return s_bsd if starts is None else jnp.where(starts[..., None] > 0, null_b1d, s_bsd)
+    """[B, T], 1 where a null group precedes a token; None if at most one precedes the row."""
+    return context.document_starts if self.reader.num_null else None
 
   def _check(self, length: int, capacity: int | None, context: Context) -> None:
     has_documents = context.document_starts is not None
@@ -392,7 +370,7 @@ class Stage(nn.Module):
     if not has_documents:
       return
     check_documents(self.boundaries)
-    if not self.boundaries.has_null_group and self.boundaries.pooling != "last":
+    if not self.reader.num_null and self.boundaries.pooling != "last":
       raise UserError(
         f"document_starts: expected none for {type(self.boundaries).__name__}, whose segments are "
         "means but have no null group, got some"
@@ -402,7 +380,7 @@ class Stage(nn.Module):
 def segment_buckets(module: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
   """The lengths for which the stage within is compiled."""
   max_segments = module.max_segments(length)
-  num_null = 1 if module.has_null_group else 0
+  num_null = module.reader.num_null
   if has_documents and max_segments is not None:
     # Each document needs one more: sizes for few documents, and for many.
     sizes = {max_segments + 1 + length // 64, max_segments + 1 + length // 8}

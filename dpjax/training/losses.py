@@ -266,7 +266,7 @@ class Objective:
     stage = stages[0]
     boundaries = stage.boundaries.astype(jnp.float32)
     document_starts = batch.get("document_starts")
-    sums |= _count_segments(boundaries, weights, document_starts, module.has_null_group)
+    sums |= _count_segments(boundaries, weights, document_starts, module.reader.num_null)
     if scores_starts:
       sums["start_nats"] = nats_of(weights * boundaries)
     totals = counts or sums
@@ -283,7 +283,7 @@ class Objective:
     is_real = _is_real(weights)
     for number, inner_module in enumerate(inner_modules, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
-      if module.has_null_group:
+      if module.reader.num_null:
         segments_b += _null_groups(document_starts, is_real)
       module = inner_module
       stage = stages[number - 1]
@@ -314,12 +314,10 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
   }
 
 
-def _count_segments(
-  boundaries, weights, document_starts, has_null_group: bool
-) -> dict[str, jax.Array]:
+def _count_segments(boundaries, weights, document_starts, num_null: int) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   segments_b = slots_b = jnp.sum(boundaries * is_real, axis=1)
-  if has_null_group:
+  if num_null:
     slots_b = segments_b + (
       1.0 if document_starts is None else _null_groups(document_starts, is_real)
     )

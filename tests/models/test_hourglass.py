@@ -1,5 +1,6 @@
 """Token pooling: whatever the boundaries, the same function at every capacity."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import dpjax
-from dpjax import ops
+from dpjax import layers, ops
 from dpjax.config import registry
 from dpjax.models.stage import PoolingHints
 from tests import helpers
@@ -77,8 +78,8 @@ def test_routing_begins_with_cosines_and_without_a_residual():
   output, routing = predictor.init_with_output(jax.random.key(0), h, TOKENS)
   for name in ("query", "key"):
     np.testing.assert_array_equal(routing["params"][name], np.eye(WIDTH))
-  options = dict(method="combine")
-  combined, residual = predictor.init_with_output(jax.random.key(0), h, h, output, **options)
+  added, residual = predictor.init_with_output(jax.random.key(0), h, method="residual")
+  combined = layers.Smoothing(WIDTH, layers.Norm()).combine(h, added, output)
   np.testing.assert_array_equal(combined, h)
   assert not residual["params"]["residual"]["kernel"].any()
 
@@ -155,6 +156,53 @@ def test_refusals(name, options, message):
   model = make(name, changes=dict(first=two, last=two) if name == "none" else {})
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(lambda key: model.init(key, TOKENS, pooling=pooling), jax.random.key(0))
+
+
+class EveryOther(layers.Boundaries):
+  """Somebody's boundaries, at each document's first token and every other one after it."""
+
+  has_probabilities: bool = True
+
+  def find(self, hidden, tokens, context, state, noise):
+    before = 0 if context.num_before is None else context.num_before[:, None]
+    position = before + jnp.arange(tokens.shape[1])[None] + 0 * tokens
+    probabilities = 0.5 + 0.4 * jnp.cos(position) if self.has_probabilities else None
+    return layers.BoundaryOutput(1 - position % 2, probabilities=probabilities)
+
+
+class Doubled(layers.NullGroup):
+  def combine(self, read, residual, output):
+    return 2 * read + residual
+
+
+def with_reader(reader, **settings):
+  model = make("whitespace")
+  variant = type("Variant", (EveryOther,), {"reader": reader})(**settings)
+  stage = model.core.stages[0].clone(boundaries=variant)
+  return model.clone(core=model.core.clone(stages=(stage,)))
+
+
+@pytest.mark.parametrize("reader", [Doubled, layers.Smoothing])
+def test_boundaries_of_somebody_elses_choose_how_segments_are_read(reader):
+  model = with_reader(reader)
+  params = draw_params(model)
+  has_null = "null_group" in params["stages_0"], "inner_norm" in params["stages_0"]
+  assert has_null == (reader.num_null == 1,) * 2 and "reader" not in params["stages_0"]
+  expected = jax.jit(model.apply)({"params": params}, TOKENS).logits
+  if reader is Doubled:
+    once = with_reader(layers.NullGroup).apply({"params": params}, TOKENS).logits
+    assert not np.allclose(once, expected, atol=1e-2)
+  step = jax.jit(partial(model.apply, method="step"))
+  cache = model.init_cache(BATCH)
+  for begin, end in itertools.pairwise((0, 4, 5, 6, 7, LENGTH)):
+    output, cache = step({"params": params}, TOKENS[:, begin:end], cache)
+    assert_close(output.logits, expected[:, begin:end])
+
+
+def test_smoothing_asks_for_probabilities():
+  model = with_reader(layers.Smoothing, has_probabilities=False)
+  with pytest.raises(dpjax.UserError, match="^probabilities: expected those of the boundaries"):
+    jax.eval_shape(model.init, jax.random.key(0), TOKENS)
 
 
 def test_only_the_middle_is_compiled_for_each_capacity():
