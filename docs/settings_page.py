@@ -71,7 +71,8 @@ def meaning(component: Callable, name: str) -> str:
 
 def _boundaries() -> dict[str, type]:
   """The classes of boundaries by their Python names."""
-  components = map(registry.boundaries.component, registry.boundaries.names())
+  names = (name for name in registry.boundaries.names() if name != "none")
+  components = map(registry.boundaries.component, names)
   return {each.__name__: each for each in components if isinstance(each, type)}
 
 
@@ -121,6 +122,9 @@ def page() -> str:
     components = sections.component_keys(config)[key].registry
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
+      if name == "none":
+        parts.append("### none\n\nA model without token pooling.\n")
+        continue
       component = components.component(name)
       # A tokenizer is the method of a class.
       described = getattr(component, "__self__", component)

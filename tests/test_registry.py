@@ -88,6 +88,9 @@ class AfterRare(Boundaries):
   share: float = 0.05
   others: str = ""
 
+  def find(self, hidden, tokens, context, state, noise):
+    return layers.BoundaryOutput(jnp.zeros_like(tokens))
+
   @property
   def text_boundaries(self):
     return RareText(self.share, self.others)
@@ -124,7 +127,7 @@ def test_boundaries_of_a_text_that_are_none_are_refused(text, tmp_path, wrong):
     def compute(self, text, tokenizer, fitted):
       return np.full(len(text) + (wrong == "shape"), 2 * (wrong == "twos"))
 
-  class Wrong(Boundaries):
+  class Wrong(AfterRare):
     text_boundaries = WrongText()
 
   config = pooled_by_text(text, Wrong)
@@ -185,6 +188,26 @@ def test_a_class_that_is_no_mixer_is_refused_where_it_is_registered(mixers, comp
   with pytest.raises(dpjax.UserError, match=message):
     dpjax.register_mixer("other", component)
   assert "other" not in mixers.names()
+
+
+class NoFind(Boundaries):
+  share: float = 0.1
+
+
+@pytest.mark.parametrize("component", [NoFind, Boundaries, nn.Dense, int, lambda: AfterRare()])
+def test_what_finds_no_boundaries_is_refused_where_it_is_registered(component):
+  message = "^boundaries: expected a subclass of dpjax.layers.Boundaries that writes `find`, got <"
+  with pytest.raises(dpjax.UserError, match=message):
+    dpjax.register_boundaries("other", component)
+  assert "other" not in registry.boundaries.names()
+
+
+def test_no_boundaries_are_a_name_without_a_class():
+  assert registry.boundaries.names()[0] == "none" and registry.boundaries.is_builtin("none")
+  assert dict(dpjax.config.boundaries("none")) == {"name": "none"}
+  with pytest.raises(ValueError, match="expected a name that is free, got none"):
+    dpjax.register_boundaries("none", AfterRare)
+  assert dpjax.models.build.build_boundaries(helpers.model_settings("we")) == ()
 
 
 def test_a_function_that_makes_no_mixer_is_refused_where_the_model_is_built(mixers):

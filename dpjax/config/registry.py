@@ -42,6 +42,7 @@ class Registry(Generic[T]):
   Attributes:
     kind: such as "mixer", for messages.
     make_builtins: makes the table of dpjax's components; called at first use, as it imports them.
+      A name with None stands for no component; it has no settings.
     supplied: fields that the builder supplies, and that therefore are no settings.
     required: a field that every component has, or "".
     free: settings that a run may change when it resumes.
@@ -51,7 +52,7 @@ class Registry(Generic[T]):
   """
 
   kind: str
-  make_builtins: Callable[[], dict[str, Callable[..., T]]]
+  make_builtins: Callable[[], Mapping[str, Callable[..., T] | None]]
   supplied: tuple[str, ...]
   required: str = ""
   free: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class Registry(Generic[T]):
     self._origins: dict[str, str] = {}
 
   @functools.cached_property
-  def _builtins(self) -> dict[str, Callable[..., T]]:
+  def _builtins(self) -> Mapping[str, Callable[..., T] | None]:
     return self.make_builtins()
 
   def names(self) -> tuple[str, ...]:
@@ -80,9 +81,9 @@ class Registry(Generic[T]):
     if not name.isidentifier() or not callable(component):
       expected = "expected a name of letters, digits and underscores and a class or function"
       raise ValueError(f"{self.kind}: {expected}, got {name!r}, {component!r}")
-    other = self._builtins.get(name) or self._registered.get(name)
+    known = {**self._builtins, **self._registered}
     # A module that is imported again registers another object of the same name.
-    if other is not None and other is not component and _name(other) != _name(component):
+    if name in known and _name(known[name]) != _name(component):
       raise ValueError(f"{self.kind}: expected a name that is free, got {name}")
     fields = inspect.signature(component).parameters
     takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
@@ -105,17 +106,18 @@ class Registry(Generic[T]):
 
   def component(self, name: str, key: str = "") -> Callable[..., T]:
     """The component with a name; a `UserError` that lists all names if there is none."""
-    if name in self._builtins:
-      return self._builtins[name]
-    if name not in self._registered:
+    if name not in self.names():
       load_plugins()
-    if name not in self._registered:
+    component = self._builtins.get(name) or self._registered.get(name)
+    if component is None:
       note = f" (dpjax.register_{self.kind} adds another, in a module that --plugin names)"
       raise errors.unknown(key or self.kind, self.names(), name, note if self.is_open else "")
-    return self._registered[name]
+    return component
 
   def settings(self, name: str, key: str = "") -> dict[str, Setting]:
     """The settings of a component, in the order of its fields."""
+    if name in self._builtins and self._builtins[name] is None:
+      return {}
     component = self.component(name, key)
     try:
       hints = typing.get_type_hints(component)
@@ -188,7 +190,7 @@ class Registry(Generic[T]):
       raise UserError(f"{key}: expected a component that can be made, got {error}") from error
 
 
-def _name(component: Callable) -> tuple[str, str]:
+def _name(component: object) -> tuple[str, str]:
   return getattr(component, "__module__", ""), getattr(component, "__qualname__", "")
 
 
@@ -257,12 +259,12 @@ def _mixers() -> "dict[str, Callable[..., Mixer]]":
   }
 
 
-def _boundaries() -> "dict[str, Callable[..., Boundaries]]":
+def _boundaries() -> "dict[str, Callable[..., Boundaries] | None]":
   from dpjax.layers import learned_boundaries
-  from dpjax.layers.boundaries import Fixed, NoBoundaries, SpaceByte, Whitespace
+  from dpjax.layers.boundaries import Fixed, SpaceByte, Whitespace
 
   return {
-    "none": NoBoundaries,
+    "none": None,
     "fixed": Fixed,
     "whitespace": Whitespace,
     "spacebyte": SpaceByte,
@@ -347,6 +349,20 @@ def register_mixer(name: str, component: "Callable[..., Mixer]") -> None:
   mixers.register(name, component)
 
 
-register_boundaries = boundaries.register
+def register_boundaries(name: str, component: "type[Boundaries]") -> None:
+  """Registers a subclass of `dpjax.layers.Boundaries` under a name.
+
+  Raises:
+    ValueError: the name is taken or not an identifier, or the class does not find boundaries.
+  """
+  from dpjax.layers.boundaries import Boundaries
+
+  is_kind = isinstance(component, type) and issubclass(component, Boundaries)
+  if not is_kind or component.find is Boundaries.find:
+    expected = "expected a subclass of dpjax.layers.Boundaries that writes `find`"
+    raise UserError(f"boundaries: {expected}, got {component!r}")
+  boundaries.register(name, component)
+
+
 register_optimizer = optimizers.register
 register_schedule = schedules.register

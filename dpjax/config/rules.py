@@ -70,15 +70,15 @@ def check_ids(model: Settings) -> None:
 
 def _check_stage(key: str, stage: Settings) -> None:
   """Checks one stage of pooling, or a model without pooling."""
-  boundaries = _build_boundaries(key, stage)
-  if key != "model":
+  is_pooled = sections.is_pooled(stage)
+  boundaries = _build_boundaries(key, stage) if is_pooled else None
+  if boundaries is not None and key != "model":
     name = stage["boundaries"]["name"]
     component = registry.boundaries.component
     suited = [x for x in registry.boundaries.names() if x == "none" or component(x).suits_segments]
     expected = f"one of {', '.join(suited)} for segments, none of which draws in evaluation"
     is_valid = name in suited and not boundaries.samples_in_eval
     _expect(is_valid, f"{key}.boundaries", expected, name)
-  is_pooled = sections.is_pooled(stage)
   mixers = {f"{key}.{x}.mixer": stage[x]["mixer"] for x in ("first", "last") if is_pooled}
   if stage["middle"] is None or None in mixers.values():
     mixers["model.mixer"] = stage["mixer"]

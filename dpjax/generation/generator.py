@@ -360,8 +360,9 @@ def check_prompt(
     return
   mixers = dict.fromkeys(x["name"] for x in sections.mixers_in(model).values())
   bounded = [x for x in mixers if not getattr(registry.mixers.component(x), "is_unbounded", True)]
-  if not registry.boundaries.component(model.boundaries.name).is_unbounded:
-    bounded.append(f"{model.boundaries.name} boundaries")
+  boundaries = model.boundaries.name
+  if sections.is_pooled(model) and not registry.boundaries.component(boundaries).is_unbounded:
+    bounded.append(f"{boundaries} boundaries")
   if model.positions == "learned":
     bounded.append("learned positions")
   if bounded and max(1, length) + sample.length - 1 > window:

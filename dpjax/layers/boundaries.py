@@ -218,10 +218,6 @@ class Boundaries(nn.Module):
     return jnp.zeros(()), None
 
 
-class NoBoundaries(Boundaries):
-  """A model without token pooling."""
-
-
 class Fixed(Boundaries):
   """Segments of one length k: they end at k - 1, 2k - 1, ... (Eq. 2).
 

@@ -138,7 +138,7 @@ def _build_boundaries(model: Mapping, frozen: LanguageModel | None = None) -> Bo
 def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
   key = "model.boundaries.run"
   name = model["boundaries"]["name"]
-  needs_run = registry.boundaries.component(name).needs_run
+  needs_run = sections.is_pooled(model) and registry.boundaries.component(name).needs_run
   if needs_run != (frozen is not None):
     expected, got = ("the model of", "none") if needs_run else ("none without", "one")
     raise UserError(f"frozen: expected {expected} a {key}, got {got}")

@@ -253,6 +253,8 @@ def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
 
 def needs_run(config: ConfigDict) -> bool:
   """Whether the boundaries use the model of another run."""
+  if not sections.is_pooled(config.model):
+    return False
   return registry.boundaries.component(config.model.boundaries.name).needs_run
 
 
