@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.attention_tiles import tiled
+from dpjax.ops.attention_tiles import Inputs, tiled
 from dpjax.ops.backend import automatic_axes, by_platform, each_row, has_cuda
 from dpjax.ops.documents import document_positions
 from dpjax.ops.dropout import dropout
@@ -87,7 +87,8 @@ def causal_attention(
 
   def attend(size: int, queries, keys, values, reach_bt=reach_bt):
     if size:
-      return tiled(queries, keys, values, None, reach_bt, dropout_rate, dropout_key, size)
+      inputs = Inputs(queries, keys, values)
+      return tiled(inputs, reach_bt, dropout_rate, dropout_key, size)
     # JAX's function always computes the softmax in float32.
     is_plain = not dropout_rate and len({x.dtype for x in qkv}) == 1
     is_plain &= sum_dtype(*qkv) == jnp.float32
@@ -145,7 +146,8 @@ def relative_attention(
 
   def attend(size: int, queries, keys, values, *relative):
     if size:
-      return tiled(queries, keys, values, relative, reach_bt, dropout_rate, dropout_key, size)
+      inputs = Inputs(queries, keys, values, relative)
+      return tiled(inputs, reach_bt, dropout_rate, dropout_key, size)
     positions, content_bias, position_bias = relative
     scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
     # The farthest first, so that column s of row t is s + T - 1 - t.

@@ -18,45 +18,47 @@ from dpjax.ops.placement import pvary_like
 from dpjax.ops.products import product, sum_dtype
 
 
-class _Inputs(NamedTuple):
-  """The arrays to cut into tiles, [H, B, T, E]; T is a multiple of the block.
+class Inputs(NamedTuple):
+  """Queries, keys and values; `relative` is positions and the two biases, [H, E], or None.
 
-  Heads come first, so that each needs one product with the positions. `relative` holds positions,
-  [H, T + S, E], shared by all rows, the farthest first and S future ones last, and the biases [H,
-  E].
+  `tiled` takes [B, T, H, E], and positions [T, H, E]. It cuts tiles from [H, B, T, E], where T is a
+  multiple of the block. Heads come first, so that each needs one product with the positions,
+  [H, T + S, E], shared by all rows, the farthest first and S future ones last.
   """
 
   queries: jax.Array
   keys: jax.Array
   values: jax.Array
-  relative: tuple[jax.Array, jax.Array, jax.Array] | None
+  relative: tuple[jax.Array, ...] | None = None
 
 
-def tiled(queries, keys, values, relative: tuple | None, reach_bt, dropout_rate, key, size: int):
-  """Attention by tiles of size x size; `relative` is positions [T, H, E] and biases, or None."""
-  length = queries.shape[1]
+def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
+  """Attention by tiles of size x size."""
+  length = inputs.queries.shape[1]
   missing = -length % size
   # Padding keys come after every query, so the causal mask hides them.
   padding = (0, 0), (0, 0), (0, missing), (0, 0)
-  q, k, v = (jnp.pad(x.transpose(2, 0, 1, 3), padding) for x in (queries, keys, values))
-  if relative is not None:
-    farthest_first_hre = relative[0][::-1].swapaxes(0, 1)
+  q, k, v = (jnp.pad(x.transpose(2, 0, 1, 3), padding) for x in inputs[:3])
+  relative = None
+  if inputs.relative is not None:
+    positions, content_bias, position_bias = inputs.relative
+    farthest_first_hre = positions[::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = replicate((positions_hre, *relative[1:]))
-  inputs = pvary_like(_Inputs(q, k, v, relative))
+    relative = replicate((positions_hre, content_bias, position_bias))
+  tiles = pvary_like(Inputs(q, k, v, relative))
   if reach_bt is not None:
     reach_bt = jnp.pad(reach_bt, ((0, 0), (0, missing)))
   with arrays.reverse_mode(f"block_size: expected {length} or more"):
-    y_hbte = _attend_tiles(dropout_rate, size, inputs, reach_bt, key)
+    y_hbte = _attend_tiles(dropout_rate, size, tiles, reach_bt, key)
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(dropout_rate, size, inputs: _Inputs, reach_bt, key) -> jax.Array:
+def _attend_tiles(dropout_rate, size, inputs: Inputs, reach_bt, key) -> jax.Array:
   return _attend_tiles_forward(dropout_rate, size, inputs, reach_bt, key)[0]
 
 
-def _attend_tiles_forward(dropout_rate, size, inputs: _Inputs, reach_bt, key):
+def _attend_tiles_forward(dropout_rate, size, inputs: Inputs, reach_bt, key):
   values_hbte = inputs.values
 
   def tile(state, i, j):
@@ -118,7 +120,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
         by_position + more_hbqe.sum(axis=2),
       )
       by_queries_hbqe += more_hbqe
-    return _Inputs(
+    return Inputs(
       _put(grads.queries, _block(grads.queries, i, size) + by_queries_hbqe, i, size),
       _put(grads.keys, _block(grads.keys, j, size) + by_keys_hbse, j, size),
       _put(grads.values, _block(grads.values, j, size) + by_values_hbse, j, size),
@@ -148,7 +150,7 @@ class _Factors(NamedTuple):
   relative: tuple[jax.Array, jax.Array] | None = None  # queries [H, B, Q, E], positions [H, R, E]
 
 
-def _tile_scores(inputs: _Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
+def _tile_scores(inputs: Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
   """Scores of block i of queries and block j of keys, [H, B, Q, S]; -inf for invisible keys."""
   queries_hbqe = _block(inputs.queries, i, size)
   keys_hbse = _block(inputs.keys, j, size)
