@@ -207,10 +207,9 @@ class Boundaries(nn.Module):
     """The boundaries' part of a batch's loss, and the reference boundaries for scores.
 
     Args:
-      stage: what the boundaries gave.
-      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "document_starts", [B, T],
-        "boundary_share", that of the whole batch of which this is a part, and in training
-        "update", the number of updates before.
+      stage: what the boundaries gave, and where documents begin.
+      batch: see `dpjax.training.losses.Objective.sums`; perhaps with "boundary_share", that of the
+        whole batch of which this is a part, and in training "update", the number of updates before.
       logits: [B, T, V], those of the model; None for boundaries of segments.
 
     Returns the sum over tokens that count, in nats, float32; and [B, T], 0 or 1, or None.

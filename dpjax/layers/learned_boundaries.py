@@ -122,7 +122,7 @@ class EntropySpikes(_Predicted):
     assert logits is not None
     entropies = ops.conditional_entropy(jax.lax.stop_gradient(logits))
     entropies = jnp.where(batch["weights"] > 0, entropies, -jnp.inf)
-    targets = ops.entropy_spikes(entropies, self.left, document_starts=batch.get("document_starts"))
+    targets = ops.entropy_spikes(entropies, self.left, document_starts=stage.document_starts)
     return _cross_entropy(stage.logits, targets, batch["weights"], self.double_sigmoid), targets
 
 
@@ -179,7 +179,7 @@ class Gumbel(_Predicted):
   def loss(self, stage, batch, logits=None):
     weights = batch["weights"]
     targets = None
-    options = dict(weights=weights, document_starts=batch.get("document_starts"))
+    options = dict(weights=weights, document_starts=stage.document_starts)
     loss_b = self._row_losses(stage.boundaries.astype(jnp.float32), batch, options)
     if self.space_ids and "tokens" in batch:
       targets = ops.whitespace_boundaries(batch["tokens"], self.space_ids)

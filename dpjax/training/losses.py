@@ -265,8 +265,7 @@ class Objective:
     module, *inner_modules = self.boundaries
     stage = stages[0]
     boundaries = stage.boundaries.astype(jnp.float32)
-    document_starts = batch.get("document_starts")
-    sums |= _count_segments(boundaries, weights, document_starts, module.reader.num_null)
+    sums |= _count_segments(module, stage, weights)
     if scores_starts:
       sums["start_nats"] = nats_of(weights * boundaries)
     totals = counts or sums
@@ -284,10 +283,9 @@ class Objective:
     for number, inner_module in enumerate(inner_modules, 2):
       segments_b = jnp.sum(jax.lax.stop_gradient(boundaries) * is_real, axis=1)
       if module.reader.num_null:
-        segments_b += _null_groups(document_starts, is_real)
+        segments_b += _null_groups(stage, is_real)
       module = inner_module
       stage = stages[number - 1]
-      document_starts = stage.document_starts
       boundaries = stage.boundaries.astype(jnp.float32)
       positions = jnp.arange(boundaries.shape[1], dtype=jnp.float32)[None]
       is_real = (positions < segments_b[:, None]).astype(jnp.float32)
@@ -296,8 +294,6 @@ class Objective:
       num_segments = totals[f"segments_in_{number}"]
       share = _share(totals[f"boundaries_{number}"], num_segments)
       segments = {"weights": is_real, "boundary_share": share}
-      if document_starts is not None:
-        segments["document_starts"] = document_starts
       if "update" in batch:
         segments["update"] = batch["update"]
       inner_nats, _ = module.loss(stage, segments)
@@ -314,13 +310,13 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
   }
 
 
-def _count_segments(boundaries, weights, document_starts, num_null: int) -> dict[str, jax.Array]:
+def _count_segments(module: Boundaries, stage: StageOutput, weights) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
+  boundaries = stage.boundaries.astype(jnp.float32)
   segments_b = slots_b = jnp.sum(boundaries * is_real, axis=1)
-  if num_null:
-    slots_b = segments_b + (
-      1.0 if document_starts is None else _null_groups(document_starts, is_real)
-    )
+  if module.reader.num_null:
+    has_documents = stage.document_starts is not None
+    slots_b = segments_b + (_null_groups(stage, is_real) if has_documents else 1.0)
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
@@ -347,11 +343,12 @@ def _share(boundaries, count) -> jax.Array:
   return lax.stop_gradient(boundaries) / jnp.where(count == 0, 1, count)
 
 
-def _null_groups(document_starts, is_real) -> jax.Array:
+def _null_groups(stage: StageOutput, is_real) -> jax.Array:
   """[B], the number of documents with real tokens."""
-  if document_starts is None:
+  starts_bt = stage.document_starts
+  if starts_bt is None:
     return is_real[:, 0]
-  return jnp.sum(document_starts.astype(is_real.dtype) * is_real, axis=1)
+  return jnp.sum(starts_bt.astype(is_real.dtype) * is_real, axis=1)
 
 
 def _is_real(weights) -> jax.Array:
