@@ -32,6 +32,18 @@ def test_a_workdir_alone_resumes_its_run(workdir, capsys):
     assert "Resuming from the checkpoint of step 12" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--workdir={}"], ["{}"]])
+def test_a_workdir_resumes_its_run_with_changed_settings(words, finished, tmp_path, capsys):
+  run = shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
+  words = [word.format(run) for word in words]
+  assert call("train", "--config.train.num_steps", "14", *words, "--noconfig.model.remat") is None
+  shown = capsys.readouterr().out
+  assert "Resuming from the checkpoint of step 12" in shown and "step 14:" in shown
+  assert dpjax.config.load(str(run)).train.num_steps == 14
+  said = call("train", *words, "--config.model.width=27")
+  assert re.search("workdir: .* model.width: 24 there, 27 here", said)
+
+
 def test_registered_of_a_middle_are_chosen_by_name(tmp_path):
   (tmp_path / "config.py").write_text("""
 import dpjax

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     )
     self.has_config = has_config
     self.is_distributed = is_distributed
-    self.is_run_config = False
+    self.takes_run_config = False
     if has_config:
       self.add_argument("--config", metavar="NAME", help=_CONFIG)
     add = self.add_argument_group("of all commands").add_argument
@@ -75,7 +75,14 @@ class Parser(argparse.ArgumentParser):
     """Adds RUN, the folder of a run with the configuration; --config=RUN says the same."""
     about = "the folder of a run, whose configuration it takes; another way to say --config=RUN"
     self.add_argument("run", metavar="RUN", nargs="?", type=path, help=about)
-    self.is_run_config = True
+    self.takes_run_config = True
+
+  def add_run_to_resume(self) -> None:
+    """Adds --workdir, the folder of a run, whose configuration it takes without --config, and RUN."""
+    about = "the folder of a run to resume, with its configuration or with changes of it"
+    self.add_argument("run", metavar="RUN", nargs="?", type=path, help=about)
+    self.add_argument("--workdir", type=path, help="the run's folder, a new one or RUN")
+    self.takes_run_config = True
 
   def flags(self) -> list[str]:
     """The names of all flags, without dashes."""
@@ -89,8 +96,9 @@ class Parser(argparse.ArgumentParser):
   def parse(self, words: Sequence[str]) -> argparse.Namespace:
     """The arguments.
 
-    With --config, `config` is the configuration with its changes, and `experiment` what it is
-    the configuration of, an experiment or a run; None if there is none.
+    `config` is the configuration with its changes: that of --config, or, where a command takes
+    it, of the run that the words name; None if there is none. `experiment` is the value of
+    --config, if given.
     """
     words = list(_with_flagfiles(words))
     if "-h" in words or "--help" in words:
@@ -101,36 +109,40 @@ class Parser(argparse.ArgumentParser):
     if not self.has_config:
       return self._parse_flags(words)
     _, experiments = loading.take(words, "config")
-    if self.is_run_config and not experiments:
-      words = self._with_run_as_config(words)
-      _, experiments = loading.take(words, "config")
-    config, words = loading.from_words(words)
-    # What is left of them where --config is not given.
+    folder = None
+    if self.takes_run_config and not experiments:
+      folder = self._find_run_with_config(words)
+    if folder is not None:
+      config, words = loading.override(loading.of_run(folder), words)
+    else:
+      config, words = loading.from_words(words)
+    # What is left of them where there is no configuration.
     changes = [word for word in words if re.match(r"--?(no)?config\.", word)]
     options = self._parse_flags([word for word in words if word not in changes])
-    if self.is_run_config and options.run is not None:
-      if experiments:
-        got = f"{options.run} and {experiments[-1]}"
-        raise UserError(f"RUN, --config: expected one of them, got {got}")
-      experiments = [options.run]
-      config, _ = loading.from_words([f"--config={options.run}", *changes])
-    elif changes:
+    if changes:
       expected = f"expected an experiment, of which to change {changes[0]}"
       raise UserError(f"--config: {expected}, got none")
     options.experiment = experiments[-1] if experiments else None
     options.config = config
     return options
 
-  def _with_run_as_config(self, words: Sequence[str]) -> list[str]:
-    """The words, with the first that is a folder, and not the value of a flag, as --config."""
+  def _find_run_with_config(self, words: Sequence[str]) -> Path | None:
+    """The folder of a run with its configuration that words name, as RUN or by --workdir."""
+    _, folders = loading.take(words, "workdir")
+    for folder in (*folders, *self._positions(words)):
+      if (Path(path(folder)) / "config.json").is_file():
+        return Path(path(folder))
+    return None
+
+  def _positions(self, words: Sequence[str]) -> Iterator[str]:
+    """Yields the words that are neither flags nor, perhaps, their values."""
     switches = re.findall(r"\[--([\w-]+)\]", self.format_usage())
     before = ""
-    for i, word in enumerate(words):
+    for word in words:
       takes_value = before.startswith("-") and "=" not in before and before[2:] not in switches
-      if not word.startswith("-") and not takes_value and os.path.isdir(path(word)):
-        return [*words[:i], f"--config={word}", *words[i + 1 :]]
+      if not word.startswith("-") and not takes_value:
+        yield word
       before = word
-    return list(words)
 
   def _parse_flags(self, words: Sequence[str]) -> argparse.Namespace:
     """The arguments; an unknown flag is named before any other error."""

@@ -19,6 +19,7 @@ from dpjax import files
 from dpjax.analysis import compilation, devices
 from dpjax.commands.command_line import Parser, natural, path, start
 from dpjax.config import loading
+from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
 
 
@@ -39,11 +40,19 @@ def main(words: Sequence[str] | None = None) -> None:
   start(parser, _compile, words)
 
 
-def _compile(options: Namespace) -> None:
-  config = options.config
-  if config is None:
+def _find_config(options: Namespace) -> ConfigDict:
+  """The configuration of --config or RUN."""
+  if options.run is None and options.config is None:
     raise UserError("--config: expected an experiment, got none")
-  folder = path(options.experiment)
+  if options.run is not None and options.experiment is not None:
+    got = f"{options.run} and {options.experiment}"
+    raise UserError(f"RUN, --config: expected one of them, got {got}")
+  return options.config or loading.load(options.run)
+
+
+def _compile(options: Namespace) -> None:
+  config = _find_config(options)
+  folder = path(options.experiment or options.run)
   # A text or tokenizer other than the run's has a different vocabulary.
   is_run = os.path.isdir(folder) and loading.load(folder).data.to_dict() == config.data.to_dict()
   run = folder if is_run else ""

@@ -1,16 +1,16 @@
 """Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
-Run again, it resumes the run in the folder, as dpjax train runs/quickstart does.
+Run again, it resumes the run in the folder, as dpjax train runs/quickstart does. To train longer:
+dpjax train runs/quickstart --config.train.num_steps=800
 """
 
 import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpjax.commands.command_line import Parser, exit_unless_finite, path, start
+from dpjax.commands.command_line import Parser, exit_unless_finite, start
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def main(words: Sequence[str] | None = None) -> None:
   """Trains the model that the command line specifies."""
   parser = Parser("train", __doc__, has_config=True)
+  parser.add_run_to_resume()
   add = parser.add_argument
-  add("run", metavar="RUN", nargs="?", type=path, help="the folder of a run to resume")
-  add("--workdir", type=path, help="the run's folder, a new one or RUN")
   add("--tokenize_only", action="store_true", help="only prepare the tokens of the run")
   add("--dry_run", action="store_true", help="also print parameters, updates and memory")
   add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, e.g. 10:13")
@@ -37,7 +36,10 @@ def _train(options: Namespace) -> None:
 
   workdir = _find_workdir(options)
   profile = _parse_profile(options.profile)
-  config = _find_config(options.config, workdir)
+  config = options.config
+  if config is None:
+    expected = "expected an experiment, or a --workdir with a run to resume"
+    raise UserError(f"--config: {expected}, got none, and no run in {workdir}")
   if options.tokenize_only or options.dry_run:
     data = runs.tokenize_only(config, workdir)
     _print_tokens(data)
@@ -54,24 +56,12 @@ def _train(options: Namespace) -> None:
 
 def _find_workdir(options: Namespace) -> str:
   """The folder of --workdir, or of RUN, which names a run to resume and so stands alone."""
-  if options.run is not None and (options.config is not None or options.workdir is not None):
+  if options.run is not None and (options.experiment is not None or options.workdir is not None):
     raise UserError(f"RUN: expected none with --config or --workdir, got {options.run}")
   workdir = options.workdir if options.run is None else options.run
   if not workdir:
     raise UserError("--workdir: expected a folder, got none")
   return workdir
-
-
-def _find_config(config: "ConfigDict | None", workdir: str) -> "ConfigDict":
-  """The configuration of --config, or of the run in the folder."""
-  from dpjax.runs import run_files
-
-  if config is not None:
-    return config
-  if not (Path(workdir) / "config.json").exists():
-    expected = "expected an experiment, or a --workdir with a run to resume"
-    raise UserError(f"--config: {expected}, got none, and no run in {workdir}")
-  return run_files.read_config(Path(workdir))
 
 
 def _print_tokens(data: "Tokens") -> None:
