@@ -72,8 +72,10 @@ def test_an_experiment_has_one_configuration_by_name_and_by_file():
 
 
 def test_what_is_no_experiment_is_refused(tmp_path, monkeypatch):
-  with pytest.raises(dpjax.UserError, match="one of dispatcher_.*quickstart, got quickstrat"):
-    dpjax.config.load("quickstrat")
+  with pytest.raises(
+    dpjax.UserError, match="one of dispatcher_.*quickstart, got quickstrat; did you mean quickstart"
+  ):
+    dpjax.config.load("quickstrat:tiny")
   (tmp_path / "config.json").write_text("{}")
   with pytest.raises(dpjax.UserError, match="^--config: .* without a variant, got .*:tiny$"):
     dpjax.config.load(f"{tmp_path}:tiny")
@@ -96,8 +98,14 @@ def test_files_of_the_user_come_first_and_hide_no_packaged_experiment(tmp_path, 
   Path("mine.py").write_text("from configs import dispatcher_wikitext2\n")
   with pytest.raises(dpjax.UserError, match="theirs"):
     dpjax.config.load("mine.py")
-  Path("quickstart").write_text("from configs.modern_we import get_config\n")
-  assert dpjax.config.load("quickstart:tiny") == dpjax.config.load("modern_we:tiny")
+  # A name is never a file of the working folder; a path or a suffix is.
+  for name in ("quickstart", "quickstart.py", "mine"):
+    Path(name).write_text("from configs.modern_we import get_config\n")
+  assert dpjax.config.load("quickstart:tiny").model.mixer.name == "dispatcher_multihead"
+  for path in ("./quickstart", "quickstart.py", "./mine"):
+    assert dpjax.config.load(f"{path}:tiny") == dpjax.config.load("modern_we:tiny")
+  with pytest.raises(dpjax.UserError, match="got mine; a file is named by its path, ./mine$"):
+    dpjax.config.load("mine")
 
 
 def test_packaged_experiments_are_found_in_a_wheel(tmp_path):

@@ -17,7 +17,7 @@ from dpjax import files
 from dpjax.config import registry, sections
 from dpjax.config.rules import check
 from dpjax.config.setting import ConfigDict, Setting, Settings
-from dpjax.errors import UserError, unknown_setting
+from dpjax.errors import UserError, nearest, unknown_setting
 
 CHECKSUMS = "checksums"  # in an exported run's config.json: the checksum of each file, by name
 
@@ -30,25 +30,34 @@ def load(experiment: str) -> ConfigDict:
     load("mine/experiment.py:wide")  get_config("wide") in a file
     load("runs/mine")                the settings of a run
 
+  A packaged name is the packaged experiment, whatever lies in the working folder; a file is named by
+  a suffix or a path, as "./experiment".
+
   Raises:
     UserError: the experiment does not exist, or it raises an error.
   """
   drive, path = os.path.splitdrive(os.path.expanduser(experiment))
   path, _, variant = path.partition(":")
   path = drive + path
-  packaged = _folder() / f"{path}.py"
-  if not Path(path).is_file() and packaged.parent == _folder() and packaged.is_file():
-    path = str(packaged)
+  if path in _packaged():
+    # A file here of the same name is not what this asks for, and would be executed.
+    return _run_file(str(_folder() / f"{path}.py"), variant, is_packaged=True)
   if path and Path(path, "config.json").is_file():
     if variant:
       raise UserError(f"--config: expected a run's folder without a variant, got {experiment}")
     return of_run(Path(path))
-  if not Path(path).is_file():
-    names = ", ".join(sorted(file.stem for file in _folder().glob("*.py")))
-    raise UserError(
-      f"--config: expected a Python file, a run's folder, or one of {names}, got {path or 'none'}"
-    )
-  return _run_file(path, variant, is_packaged=path == str(packaged))
+  is_path = path != os.path.basename(path) or Path(path).suffix != ""
+  if is_path and Path(path).is_file():
+    return _run_file(path, variant, is_packaged=False)
+  names = ", ".join(_packaged())
+  near = nearest(path, _packaged())
+  hint = f"; did you mean {near}?" if near else ""
+  if not is_path and Path(path).is_file():
+    hint = f"; a file is named by its path, {os.path.join(os.curdir, path)}"
+  raise UserError(
+    f"--config: expected a Python file, a run's folder, or one of {names}, got {path or 'none'}"
+    f"{hint}"
+  )
 
 
 def _run_file(path: str, variant: str, is_packaged: bool) -> ConfigDict:
@@ -72,6 +81,11 @@ def _run_file(path: str, variant: str, is_packaged: bool) -> ConfigDict:
     lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f" ({path}, line {lines[-1]})" if lines else ""
     raise UserError(f"--config: {message}{where}") from error
+
+
+def _packaged() -> list[str]:
+  """The names of the packaged experiments."""
+  return sorted(file.stem for file in _folder().glob("*.py"))
 
 
 def _folder() -> Path:
