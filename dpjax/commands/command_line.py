@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
     self.takes_run_config = True
 
   def add_run_to_resume(self) -> None:
-    """Adds --workdir, the folder of a run, whose configuration it takes without --config, and RUN."""
+    """Adds --workdir and RUN, the folder of a run, which has the configuration without --config."""
     about = "the folder of a run to resume, with its configuration or with changes of it"
     self.add_argument("run", metavar="RUN", nargs="?", type=path, help=about)
     self.add_argument("--workdir", type=path, help="the run's folder, a new one or RUN")

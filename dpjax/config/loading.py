@@ -30,8 +30,8 @@ def load(experiment: str) -> ConfigDict:
     load("mine/experiment.py:wide")  get_config("wide") in a file
     load("runs/mine")                the settings of a run
 
-  A packaged name is the packaged experiment, whatever lies in the working folder; a file is named by
-  a suffix or a path, as "./experiment".
+  A packaged name is the packaged experiment, whatever lies in the working folder; a file is named
+  by a suffix or a path, as "./experiment".
 
   Raises:
     UserError: the experiment does not exist, or it raises an error.
