@@ -92,15 +92,57 @@ def check_writable(folder: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-  """Writes a file atomically; makes its folder if missing."""
+  """Writes a file atomically; makes its folder if missing, and replaces a link."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with replacing_file(path) as file:
     file.write(content)
 
 
+def write_output(path: Path, content: bytes) -> None:
+  """Writes a file that the user named, like `write_file`, but keeps what is there.
+
+  Of a link, the file that it leads to is written; a device or a pipe gets the content.
+
+  Raises:
+    OSError: it names the file, which cannot be written, or is a pipe that no process reads.
+  """
+  if _is_special(path):
+    _write_into(path, content)
+  else:
+    write_file(Path(os.path.realpath(path)), content)
+
+
+def _is_special(path: Path) -> bool:
+  """Whether there is a device, a pipe or a socket."""
+  try:
+    mode = path.stat().st_mode
+  except FileNotFoundError:
+    return False
+  return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def _write_into(path: Path, content: bytes) -> None:
+  """Writes to a device or a pipe, which a rename would replace."""
+  # A pipe without a reader would block.
+  nonblocking = getattr(os, "O_NONBLOCK", 0)
+  try:
+    descriptor = os.open(path, os.O_WRONLY | nonblocking)
+    with open(descriptor, "wb") as file:
+      if nonblocking:
+        os.set_blocking(descriptor, True)
+      file.write(content)
+  except OSError as error:
+    raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
   """Writes a JSON file with `write_file`."""
-  write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+  write_file(path, as_json(content))
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+  """The content of a JSON file."""
+  return (json.dumps(content, indent=2) + "\n").encode()
 
 
 @contextlib.contextmanager

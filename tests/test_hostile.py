@@ -81,6 +81,7 @@ COMMANDS = helpers.cases(r"""
   plots --out=x.png | RUN
   plots {run} --out={new}.txt | --out: expected a file that ends in .png, .pdf, .svg, got
   plots {run} --out={text}/x.png | expected to read or write it, got
+  plots {run} --out={pipe} | pipe.png: expected to read or write it, got
   {plot} --metric=valid/loss | --metric: expected one of train/.*, got valid/loss
   {plot} --width=90 | --width: expected 1.5 to 40 inches, got 90
   {plot} --every=13 | --every: .* at most the 12 updates of .* got 13
@@ -128,7 +129,8 @@ def locations(text, finished, tmp_path_factory):
     else:
       path.write_text(content, encoding="latin-1")
   (root / "folder").mkdir()
-  helpers.make_pipe(root / "fifo")
+  for name in ("fifo", "pipe.png"):
+    helpers.make_pipe(root / name)
   shutil.copytree(root / "run", root / "folder_of_model", symlinks=True)
   (root / "folder_of_model/model.safetensors").mkdir()
   with (root / "sparse").open("wb") as file:

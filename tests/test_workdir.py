@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +122,33 @@ def test_a_file_is_written_anew_and_not_through_a_link(tmp_path):
   files.write_json(tmp_path / "scores.json", {"perplexity": 7.5})
   assert (tmp_path / "victim").read_text() == "of great worth"
   assert files.load_json(tmp_path / "scores.json") == {"perplexity": 7.5}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without pipes in folders")
+def test_what_the_user_names_is_written_to_and_not_replaced(tmp_path):
+  file = tmp_path / "file"
+  link = tmp_path / "link"
+  pipe = tmp_path / "pipe"
+  file.write_text("before")
+  link.symlink_to("file")
+  os.mkfifo(pipe)
+  files.write_output(link, b"new")
+  assert link.is_symlink() and file.read_bytes() == b"new"
+  files.write_output(Path(os.devnull), b"new")
+  with pytest.raises(OSError, match="pipe"):  # that no process reads
+    files.write_output(pipe, b"new")
+  content = bytes(10**6)  # more than a pipe holds
+  with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+    begun = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # A reader from the start.
+    writer = threading.Thread(target=files.write_output, args=(pipe, content))
+    writer.start()
+    assert reader.communicate()[0] == content
+    writer.join()
+    os.close(begun)
+  assert pipe.is_fifo()
+  with pytest.raises(OSError, match="folder"):
+    (tmp_path / "folder").mkdir()
+    files.write_output(tmp_path / "folder", b"new")
 
 
 HALF = """

@@ -171,7 +171,7 @@ def write(figure: "Figure", path: str | Path) -> None:
   content = io.BytesIO()
   dpi = 300 if figure.get_figwidth() < _NARROW else 150
   figure.savefig(content, format=Path(path).suffix[1:], dpi=dpi)
-  files.write_file(Path(path), content.getvalue())
+  files.write_output(Path(path), content.getvalue())
 
 
 def check_suffix(path: str | Path) -> None:

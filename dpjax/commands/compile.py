@@ -68,4 +68,4 @@ def _compile(options: Namespace) -> None:
   if result["batch_size"] != rows:
     print(f"train.batch_size: {result['batch_size']}, as {rows} do not divide over the devices")
   if options.out:
-    files.write_json(Path(options.out), result)
+    files.write_output(Path(options.out), files.as_json(result))

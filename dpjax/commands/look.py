@@ -45,7 +45,7 @@ def _look(options: Namespace) -> None:
       print(f"{folder}:")
     print(page.describe(segmentation))
   if options.out:
-    files.write_file(Path(options.out), page.write(loaded, text, segmentations).encode())
+    files.write_output(Path(options.out), page.write(loaded, text, segmentations).encode())
 
 
 def _read_text(run: "Run", text: str | None) -> str:
