@@ -42,9 +42,11 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _find_config(options: Namespace) -> ConfigDict:
   """The configuration of --config or RUN."""
-  if options.run is None and options.config is None:
-    raise UserError("--config: expected an experiment, got none")
-  if options.run is not None and options.experiment is not None:
+  if options.run is None:
+    if options.config is None:
+      raise UserError("--config: expected an experiment, got none")
+    return options.config
+  if options.experiment is not None:
     got = f"{options.run} and {options.experiment}"
     raise UserError(f"RUN, --config: expected one of them, got {got}")
   return options.config or loading.load(options.run)
