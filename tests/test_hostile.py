@@ -24,6 +24,9 @@ SETTINGS = helpers.cases(r"""
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
   # What only the data, or the run as a whole, can tell.
+  data.path=/ | expected a folder of documents, got /, that of all files
+  data.path=/dev/zero | expected a readable text file or folder, .* .not a regular file
+  data.path={fifo} | expected a readable text file or folder, .* .not a regular file
   data.path= data.name=texte8 | did you mean text8
   model.vocab_size=7 | expected
   model.max_length=5 sample.prompt=whatever | expected 1 to 5 tokens
@@ -74,6 +77,18 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=localhost:1234 | --coordinator, .* expected all three
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
+  # Files of flags.
+  {generate} --flagfile= | --flagfile: expected a file, got none
+  {generate} --flagfile | --flagfile: expected a file, got none
+  {generate} --flagfile={flags} | --flagfile: .* does not lead to itself, got .*flags.txt
+  {generate} --flagfile {more} | --flagfile: .* does not lead to itself, got .*more.txt
+  {generate} --flagfile={latin} | --flagfile: expected a text in UTF-8 .* got .*latin
+  {generate} --flagfile={fifo} | --flagfile: .*fifo: expected a plain file
+  {generate} --flagfile=/dev/zero | --flagfile: .*zero: expected a plain file
+  {generate} --flagfile={nothing} | --flagfile: .*No such file
+  # Texts that are none.
+  look {run} --text={fifo} | --text: expected a text in UTF-8, got .*fifo .not a regular file
+  look {run} --text=/ | --text: expected a text in UTF-8, got / .not a regular file
   # Numbers and files that ended in a traceback, or for which a command waited.
   export {folder_of_model} {new} | model.safetensors: expected a plain file, got a folder
   {calibrate} --factor=0.2 | --factor: expected at least 1, and finite, got 0.2
@@ -116,6 +131,9 @@ def locations(text, finished, tmp_path_factory):
   files = {
     "latin": "na\u00efve\n" * 50,
     "empty": "",
+    "flags.txt": f"--seed=1\n--flagfile={root / 'flags.txt'}",
+    "more.txt": f"--flagfile={root / 'again.txt'}",
+    "again.txt": f"# Comment\n--flagfile={root / 'more.txt'}",
     "short": "a cat\n" * 20,
     "ends.py": "import sys; sys.exit(0)",
   }

@@ -7,10 +7,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dpjax import files
 from dpjax.commands import processes
 from dpjax.config import loading, registry
 from dpjax.errors import UserError, exit_on_user_error, nearest
@@ -100,7 +101,7 @@ class Parser(argparse.ArgumentParser):
     it, of the run that the words name; None if there is none. `experiment` is the value of
     --config, if given.
     """
-    words = list(_with_flagfiles(words))
+    words = list(with_flagfiles(words))
     if "-h" in words or "--help" in words:
       self.parse_args(["--help"])
     # A configuration may name what a plugin registers.
@@ -187,15 +188,39 @@ def require_run(options: argparse.Namespace) -> str:
   return run
 
 
-def _with_flagfiles(words: Sequence[str]) -> Iterator[str]:
-  """The words, with --flagfile=FILE replaced by those in the lines of FILE."""
-  for word in words:
-    flag, _, file = word.partition("=")
-    if flag in ("-flagfile", "--flagfile"):
-      lines = map(str.strip, Path(path(file)).read_text(encoding="utf-8").splitlines())
-      yield from _with_flagfiles([x for x in lines if x and not x.startswith(("#", "//"))])
-    else:
+def with_flagfiles(words: Iterable[str], within: tuple[str, ...] = ()) -> Iterator[str]:
+  """The words, with --flagfile=FILE replaced by those in the lines of FILE.
+
+  Args:
+    words: those of the command line, or of a file.
+    within: the file of the words, and those that led to it.
+
+  Raises:
+    UserError: a file is missing or not a text, or leads to itself.
+  """
+  rest = iter(words)
+  for word in rest:
+    flag, equals, name = word.partition("=")
+    if flag not in ("-flagfile", "--flagfile"):
       yield word
+      continue
+    name = os.path.expanduser(name if equals else next(rest, ""))
+    if not name:
+      raise UserError("--flagfile: expected a file, got none")
+    file = os.path.realpath(name)
+    if file in within:
+      raise UserError(f"--flagfile: expected a file that does not lead to itself, got {name}")
+    yield from with_flagfiles(_read_flags(name), (*within, file))
+
+
+def _read_flags(name: str) -> list[str]:
+  """The flags in a file, one a line; lines with # or // are comments."""
+  try:
+    lines = files.read_file(name).decode("utf-8-sig").splitlines()
+  except (OSError, ValueError) as error:
+    expected = "expected a text in UTF-8 with a flag on each line"
+    raise UserError(f"--flagfile: {expected}, got {name} ({error})") from error
+  return [x for x in map(str.strip, lines) if x and not x.startswith(("#", "//"))]
 
 
 Command = Callable[[argparse.Namespace], None]

@@ -49,9 +49,13 @@ def _look(options: Namespace) -> None:
 
 
 def _read_text(run: "Run", text: str | None) -> str:
-  """The text of --text, of the file that it names, or the beginning of the test split."""
+  """The text of --text, of the file that it names, or the beginning of the test split.
+
+  A `UserError` if it names a folder, a device or a pipe.
+  """
   from dpjax.data import readers
 
   if text is None:
     return run.tokenizer.decode(run.tokens("test")[: min(_DEFAULT_TOKENS, run.window)])
-  return readers.read_text(path(text), "--text") if os.path.isfile(path(text)) else text
+  name = os.path.expanduser(text)
+  return readers.read_text(name, "--text") if os.path.exists(name) else text

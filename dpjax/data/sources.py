@@ -234,6 +234,8 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 def _text_files(folder: Path, texts: Path) -> list[Path]:
   """The .txt files in a folder, except those that dpjax writes to `texts`."""
   endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
+  if folder.resolve().parent == folder.resolve():
+    raise UserError(f"data.path: expected a folder of documents, got {folder}, that of all files")
   written = texts.resolve()
   paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
   return sorted(x for x in paths if written not in x.resolve().parents)
