@@ -150,20 +150,20 @@ def test_the_command_prints_a_table_with_notes_and_writes_a_figure(folder, tmp_p
   a = folder("a", [NAN, NAN, 5, 3, 7])
   b = folder("b", [2, 4], model__mixer=mixer("he"), model__max_length=7)
   plots_command.main(
-    [a, b, "--figure=curves", "--every=2", "--labels=one,the other", "--out=made/x.png"]
+    [a, b, "--figure=curves", "--every=2", r"--labels=$\frac{1}$,the other", "--out=made/x.png"]
   )
   rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
   assert rows == [
     ["Median training cost of 2 batches, nats per token; up to batch:"],
     [""],
     ["2", "4", "last"],
-    ["one", "-", "4.0000", "5.0000"],
+    [r"$\frac{1}$", "-", "4.0000", "5.0000"],
     ["the other", "3.0000", "3.0000"],
     [""],
     ["Compare these runs with care:"],
-    ["model.max_length: 32 for one | 7 for the other"],
-    ["updates: 5 for one | 2 for the other"],
-    ["one: 2 of 5 losses are not known, and left out"],
+    ["model.max_length: 32 for $\\frac{1}$ | 7 for the other"],
+    ["updates: 5 for $\\frac{1}$ | 2 for the other"],
+    ["$\\frac{1}$: 2 of 5 losses are not known, and left out"],
     [""],
     ["The figure: made/x.png"],
   ]

@@ -98,7 +98,7 @@ def lay_out(
         axes.set_yscale("log")
       axes.set_ylabel(textwrap.fill(axes.get_ylabel(), int((height - 0.6) / letter)))
     lines = {line.get_label(): line for axes in canvas.axes for line in axes.get_lines()}
-    names = [textwrap.fill(str(name), int(width / letter) - 6) for name in lines]
+    names = [style.plain(textwrap.fill(str(x), int(width / letter) - 6)) for x in lines]
     # Below the panels, which keep their size, in as many columns as there is room for.
     longest = max((len(part) for name in names for part in name.split("\n")), default=0)
     columns = max(1, int(width / letter / (longest + 6)))
@@ -138,7 +138,7 @@ def draw_lines(
       axes.fill_between(x, mean - band, mean + band, color=line["color"], alpha=0.2, linewidth=0)
     marker = "." if len(x) <= 50 else "none"
     axes.plot(x, mean, label=name, **{**line, "marker": marker, **look})
-  axes.set(xlabel="batch", ylabel=label)
+  axes.set(xlabel="batch", ylabel=style.plain(label))
 
 
 def find_metric(runs: Sequence[Record], metric: str | None = None) -> str | None:

@@ -59,6 +59,11 @@ def line(i: int) -> Line:
   }
 
 
+def plain(text: str) -> str:
+  r"""A text that matplotlib draws as it is: "$\frac{1}$" -> "\$\frac{1}\$", no formula."""
+  return text.replace("$", r"\$")
+
+
 def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
   """Lays out a table in columns: the first left-aligned, the others right-aligned."""
   cells = [[str(cell) for cell in row] for row in (heads, *rows)]

@@ -12,6 +12,8 @@ from pathlib import Path
 from dpjax.analysis.devices import NO_TPU
 from dpjax.errors import UserError, not_writable
 
+_MAX_JOIN_SECONDS = 10**6
+
 
 def check_platform() -> None:
   """Starts JAX's backend; `UserError` if the requested platform has none."""
@@ -52,6 +54,9 @@ def join(options: Namespace) -> None:
   if not missing and not 0 <= options.process_id < options.num_processes:
     expected = f"0 to {options.num_processes - 1} of --num_processes={options.num_processes}"
     raise UserError(f"--process_id: expected {expected}, got {options.process_id}")
+  if not 1 <= options.join_seconds <= _MAX_JOIN_SECONDS:
+    expected = f"1 to {_MAX_JOIN_SECONDS:,} seconds"
+    raise UserError(f"--join_seconds: expected {expected}, got {options.join_seconds}")
   subject = " ".join(f"{flag}={value}" for flag, value in given.items()) or "--distributed"
   _initialize(options, subject, has_scheduler=bool(missing))
   check_platform()
