@@ -7,7 +7,7 @@ dpjax evaluate runs/quickstart
 import importlib
 import sys
 
-from dpjax.errors import exit_on_user_error
+from dpjax.errors import exit_on_user_error, unknown
 
 # The command NAME is `dpjax.commands.NAME.main`, which is imported when it is called.
 COMMANDS = {
@@ -35,7 +35,7 @@ def main() -> None:
   usage = "\n".join(["usage: dpjax COMMAND ...", "", *lines, "", "dpjax COMMAND --help tells more"])
   if command in ("-h", "--help"):
     return print(usage)
-  sys.exit(f"{usage}\n\ncommand: expected one of {', '.join(COMMANDS)}, got {command or 'none'}")
+  sys.exit(f"{usage}\n\n{unknown('command', COMMANDS, command or 'none')}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_help_names_every_command_and_wrong_ones_are_refused(capsys, monkeypatch
   command.main()
   shown = capsys.readouterr().out
   assert all(f"  {name} " in shown for name in command.COMMANDS)
-  for arguments, got in ((["trian"], "trian"), ([], "none")):
+  for arguments, got in ((["trian"], "trian; did you mean train"), ([], "none")):
     monkeypatch.setattr(sys, "argv", ["dpjax", *arguments])
     with pytest.raises(SystemExit, match=f"command: expected one of train, .*, got {got}"):
       command.main()

@@ -73,12 +73,32 @@ def test_settings_that_go_together(experiment):
     [*sweep.plan([experiment, *words], (), ["model.width,seed"])]
 
 
+def test_equal_values_are_one_run(experiment):
+  words = [experiment, "--config.train.learning_rate=1e-3,1e-03,0.001,2e-3"]
+  folders = [run.folder for run in sweep.plan(words, [1, 1])]
+  assert folders == ["learning_rate=1e-3/seed_1", "learning_rate=2e-3/seed_1"]
+
+
+def test_a_dry_run_plans_each_run_and_trains_none(experiment, tmp_path, capsys):
+  (tmp_path / "flags").write_text("--config.model.width=6,24")
+  words = [experiment, f"--flagfile={tmp_path / 'flags'}", "--config.train.batch_size=16"]
+  assert helpers.command("sweep", *words, f"--workdir={tmp_path / 'runs'}", "--dry_run") is None
+  shown = capsys.readouterr().out
+  assert f"Run 2 of 2: {tmp_path / 'runs/width=24/seed_0'}\n12 updates of 16 x 19 tokens" in shown
+  assert not [*tmp_path.rglob("checkpoints")]
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [
     (["--config.train.learning_rate=1e-3,fast"], "fast"),
     (["--config.train.learning_rat=1e-3"], "nearest known is train.learning_rate"),
-    (["--config.model.width=6,6"], "expected values that differ, got width=6/seed_0 twice"),
+    (
+      ["--config.sample.prompt=a-b,a b"],
+      "expected values with different .* prompt=a-b/seed_0 twice",
+    ),
+    (["--config.model.width=6"], "^sweep: expected a setting with several values, .* got none"),
+    ([], "^sweep: expected a setting with several values, .* got none"),
     (["--zip=train.batch_size,model.width"], "--zip: expected settings .* got .* with none"),
     (["--seeds=1,a"], "--seeds: expected integers with commas between them, got 1,a"),
     (["--seeds=1,-1"], "seed: expected .*-1"),
@@ -124,7 +144,7 @@ def test_table_of_scores(experiment, tmp_path, monkeypatch, capsys):
   assert rows[1] == ["learning_rate=2e-2", "2", "8.9650", "9.9650", "0.0212"]
   assert rows[2][:3] == ["learning_rate=3e-3", "2", "8.9820"]
   assert rows[3:] == [[f"{tmp_path}/runs/{x}", "1", "not", "finite"] for x in folders[2:4]]
-  words = [experiment, "--config.train.learning_rate=1e30", f"--workdir={tmp_path / 'runs'}"]
+  words = [experiment, "--config.train.learning_rate=1e30,1e31", f"--workdir={tmp_path / 'runs'}"]
   message = helpers.command("sweep", *words)
   assert message == "train.learning_rate: expected a finite loss of a run, got none"
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpjax.analysis import curves, plots, style
-from dpjax.commands.command_line import Parser, path, start
+from dpjax.commands import train
+from dpjax.commands.command_line import Parser, path, start, with_flagfiles
 from dpjax.config import loading, rules, setting
-from dpjax.errors import UserError
+from dpjax.errors import UserError, exit_on_user_error
 
 
 class Planned(NamedTuple):
@@ -49,9 +50,12 @@ def main(words: Sequence[str] | None = None) -> None:
   parser.add_argument("--workdir", type=path, help="a folder for the runs")
   about = "settings whose values are paired, model.width,model.num_layers; may be repeated"
   parser.add_argument("--zip", action="append", default=[], help=about)
+  about = "print the runs, each with its updates, parameters and memory, and train none"
+  parser.add_argument("--dry_run", action="store_true", help=about)
   about = "comma-separated seeds; default: the configuration's"
   parser.add_argument("--seeds", type=lambda x: x.split(","), default=[], help=about)
-  settings, others = _split(sys.argv[1:] if words is None else words)
+  with exit_on_user_error():
+    settings, others = _split([*with_flagfiles(sys.argv[1:] if words is None else words)])
   start(parser, lambda options: _sweep(settings, options), others)
 
 
@@ -73,7 +77,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def plan(
   settings: Sequence[str], seeds: Sequence[int], zipped: Sequence[str] = ()
 ) -> Iterator[Planned]:
-  """The runs of a sweep.
+  """The runs of a sweep, each once, also where values are equal, as 1e-3 and 0.001.
 
     --config=quickstart --config.model.width=8,16   ->  width=8/seed_0, width=16/seed_0
 
@@ -83,8 +87,8 @@ def plan(
     zipped: groups of settings whose values go together, "model.width,model.num_layers".
 
   Raises:
-    UserError: a configuration is wrong, two runs have the same name, or settings of a group are
-      missing or differ in the number of values.
+    UserError: a configuration is wrong, two different runs have the same name, or settings of a
+      group are missing or differ in the number of values.
   """
   keys = [word.partition("=")[0] for word in settings]
   values = [_values(word) for word in settings]
@@ -100,6 +104,7 @@ def plan(
       raise UserError(f"--zip: {expected}, got {group} with {counts or 'none'}")
   last = [name.rpartition(".")[2] for name in names]
   labels = [key.lstrip("-") if last.count(x) > 1 else x for key, x in zip(keys, last, strict=True)]
+  digests = set()  # of the configurations so far
   folders = set()
   for choice in itertools.product(*(range(len(values[i])) for i, *_ in groups.values())):
     choices = {i: at for members, at in zip(groups.values(), choice, strict=True) for i in members}
@@ -117,8 +122,13 @@ def plan(
       config.seed = seed
       rules.check(config)
       folder = f"{name}/seed_{seed}".lstrip("/")
+      digest = loading.digest(config.to_dict())
+      if digest in digests:
+        continue
       if folder in folders:
-        raise UserError(f"--config, --seeds: expected values that differ, got {folder} twice")
+        expected = "expected values with different names of folders"
+        raise UserError(f"--config, --seeds: {expected}, got {folder} twice")
+      digests.add(digest)
       folders.add(folder)
       yield Planned(name, folder, config)
 
@@ -147,6 +157,16 @@ def _sweep(settings: Sequence[str], arguments: Namespace) -> None:
     raise UserError(f"--seeds: expected integers with commas between them, got {got}") from error
   # All are checked before any is trained.
   planned = [*plan(settings, seeds, arguments.zip)]
+  if len(seeds) < 2 and all(len(_values(word)) < 2 for word in settings):
+    expected = (
+      "expected a setting with several values, as --config.model.width=8,16, or several seeds"
+    )
+    raise UserError(f"sweep: {expected}, got none (dpjax train trains one run)")
+  if arguments.dry_run:
+    for number, (_, folder, config) in enumerate(planned, 1):
+      print(f"\nRun {number} of {len(planned)}: {Path(arguments.workdir, folder)}")
+      train.print_plan(config, runs.tokenize_only(config, Path(arguments.workdir, folder)))
+    return
   results = []
   for number, (name, folder, config) in enumerate(planned, 1):
     workdir = Path(arguments.workdir, folder)

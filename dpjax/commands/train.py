@@ -42,9 +42,9 @@ def _train(options: Namespace) -> None:
     raise UserError(f"--config: {expected}, got none, and no run in {workdir}")
   if options.tokenize_only or options.dry_run:
     data = runs.tokenize_only(config, workdir)
-    _print_tokens(data)
+    print_tokens(data)
     if options.dry_run:
-      _print_plan(config, data)
+      print_plan(config, data)
     return
   try:
     run, scores = runs.train(config, workdir, profile=profile)
@@ -64,14 +64,16 @@ def _find_workdir(options: Namespace) -> str:
   return workdir
 
 
-def _print_tokens(data: "Tokens") -> None:
+def print_tokens(data: "Tokens") -> None:
+  """Prints the size of each split."""
   for split, counts in data.counts.items():
     print(f"{split:6}{counts['tokens']:16,} tokens{counts['words']:16,} words")
   if unknown := data.tokenizer.describe_unknown(data.splits):
     print(unknown)
 
 
-def _print_plan(config: "ConfigDict", data: "Tokens") -> None:
+def print_plan(config: "ConfigDict", data: "Tokens") -> None:
+  """Prints the number of updates, the parameters and the memory of an update."""
   from dpjax.analysis import compilation
   from dpjax.config import rules
   from dpjax.models import build
