@@ -88,6 +88,13 @@ def quick(monkeypatch):
   monkeypatch.setattr(compilation, "_measure", measure)
 
 
+@pytest.mark.parametrize(
+  "count, shown", [(12, "12 flop"), (2.1e6, "2.1 Mflop"), (3.456789e13, "34.57 Tflop")]
+)
+def test_operations_have_a_unit_of_their_size(count, shown):
+  assert compilation.format_operations(count) == shown
+
+
 def test_the_command_takes_the_vocabulary_of_a_run(quick, finished, tmp_path, monkeypatch, capsys):
   """Of its folder, unless it is of another text."""
   folder, run, _ = finished

@@ -266,6 +266,16 @@ def test_render(pieces, begins, expected):
   assert render(made_up(pieces, np.isin(np.arange(len(pieces)), begins))) == expected
 
 
+def test_describe_shows_a_thousand_tokens_and_counts_segments_where_tokens_are_pooled():
+  pooled = made_up("ab" * 600, np.arange(1200) % 1100 == 7, np.ones(1200))
+  shown = "aba" + "b" + "aba|b" + "ab" * 496 + " ... (200 tokens more)\n"
+  assert page.describe(pooled).startswith(shown) and "1,200 tokens, 2 closed" in page.describe(
+    pooled
+  )
+  assert "1,200 tokens; mean conditional" in page.describe(pooled._replace(stages=()))
+  assert "2 tokens, no closed segments;" in page.describe(made_up("ab", [0, 0], np.ones(2)))
+
+
 def test_enrichment_is_the_surprise_of_tokens_that_begin_segments():
   result = made_up("abcde", [0, 0, 1, 1, 0], [0.5, 1.0, 3.0, 5.0, 0.5])
   assert result.enrichment() == pytest.approx(4.0 / 2.0)

@@ -400,6 +400,14 @@ def _size(gib: float) -> str:
   return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 2**10:.1f} MiB"
 
 
+def format_operations(count: float) -> str:
+  """A number of operations with three digits or more: 2,100,000 -> "2.1 Mflop"."""
+  for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    if count >= size:
+      return f"{count / size:,.4g} {unit}flop"
+  return f"{count:,.0f} flop"
+
+
 def table(result: Report) -> str:
   """The result of `compile_steps` as text."""
   heads = ["", "compiled in", "arguments", "temporary", "needed", "operations"]
@@ -417,8 +425,7 @@ def table(result: Report) -> str:
       ]
       notes += [f"{name}: {count} {operation}" for operation, count in step["collectives"].items()]
       notes += [f"{name}: {n} calls of {target}" for target, n in step["custom_calls"].items()]
-    tflop = f"{step['operations'] / 1e12:.3f} Tflop"
-    rows.append([name, *cells, _size(step["needed_gib"]), tflop])
+    rows.append([name, *cells, _size(step["needed_gib"]), format_operations(step["operations"])])
   memory = result["memory_gib"]
   worst = max(step["needed_gib"] for step in result["steps"].values())
   if all(step["fits"] for step in result["steps"].values()):

@@ -53,6 +53,7 @@ _SIZES = (
   (128, False),
   (0, False),
 )
+_MAX_SHOWN = 1000  # tokens that a terminal shows
 _MAX_IMAGE_BYTES = 500_000  # for all runs together
 
 
@@ -159,16 +160,17 @@ def _image(name: str, weights: np.ndarray) -> _Image:
 
 
 def describe(segmentation: "Segmentation") -> str:
-  """The text with its segments, and the scores, for a terminal."""
+  """The text, up to 1,000 tokens of it, with its segments, and the scores, for a terminal."""
   from dpjax.analysis import reading
 
-  first, *inner = [f"{stage.boundaries.sum()}" for stage in segmentation.stages] or ["no"]
-  stages = "".join(f", {count} of stage {number}" for number, count in enumerate(inner, 2))
-  entropy = segmentation.entropies.mean()
+  first, *inner = [stage.boundaries.sum() for stage in segmentation.stages] or [None]
+  segments = "" if first is None else f", {first or 'no'} closed segments"
+  segments += "".join(f", {count or 'none'} of stage {i}" for i, count in enumerate(inner, 2))
+  size = len(segmentation.pieces)
+  more = f" ... ({size - _MAX_SHOWN:,} tokens more)" if size > _MAX_SHOWN else ""
   lines = [
-    f"{reading.render(segmentation)}\n",
-    f"{len(segmentation.pieces)} tokens, {first} closed segments{stages}; mean conditional entropy "
-    f"{entropy:.4f} nats",
+    f"{reading.render(segmentation.truncate(_MAX_SHOWN))}{more}\n",
+    f"{size:,} tokens{segments}; mean conditional entropy {segmentation.entropies.mean():.4f} nats",
   ]
   if segmentation.stages and np.isfinite(enrichment := segmentation.enrichment()):
     lines.append(

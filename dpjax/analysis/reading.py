@@ -72,6 +72,23 @@ class Segmentation(NamedTuple):
   targets: np.ndarray | None
   scores: Mapping[str, float]
 
+  def truncate(self, length: int) -> "Segmentation":
+    """The first tokens, up to `length`, with the scores of the whole text."""
+    stages = (
+      Stage(
+        stage.begins[:length],
+        None if stage.probabilities is None else stage.probabilities[:length],
+      )
+      for stage in self.stages
+    )
+    return self._replace(
+      pieces=self.pieces[:length],
+      surprisals=self.surprisals[:length],
+      entropies=self.entropies[:length],
+      stages=tuple(stages),
+      targets=None if self.targets is None else self.targets[:length],
+    )
+
   def enrichment(self, seed: int | None = None) -> float:
     """The mean surprisal of tokens that begin a segment, relative to that of all tokens.
 

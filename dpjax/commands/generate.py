@@ -24,6 +24,7 @@ if TYPE_CHECKING:
   from dpjax.runs import Run
 
 _MAX_SAMPLES = 4096  # All are rows of one batch.
+_MIN_SECONDS = 0.1  # Below, a speed says little.
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -88,7 +89,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str | None:
 
 
 @dataclasses.dataclass
-class _Sampled:
+class Sampled:
   """The pieces of the samples, and when they came, in seconds."""
 
   pieces: "list[list[Piece]]" = dataclasses.field(default_factory=list)
@@ -96,15 +97,17 @@ class _Sampled:
 
   @property
   def num_tokens(self) -> int:
+    """The number of new tokens of all samples."""
     return sum(piece.num_tokens for new in self.pieces for piece in new)
 
   @property
   def speed(self) -> float | None:
-    """Tokens a second after the first text."""
-    if len(self.times) < 2:
+    """Tokens a second after the first text; None if there is too little of it to measure."""
+    seconds = self.times[-1] - self.times[0]
+    if seconds < _MIN_SECONDS:
       return None
     later = sum(piece.num_tokens for new in self.pieces[1:] for piece in new)
-    return later / (self.times[-1] - self.times[0])
+    return later / seconds
 
   def samples(self) -> list[dict[str, str | int]]:
     """One JSON object for each sample."""
@@ -129,7 +132,7 @@ def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> 
   if prints:
     head = "--- sample 1 ---\n" if settings["num_samples"] > 1 else ""
     print(f"{head}{prompt}", end="", flush=True)
-  sampled = _Sampled()
+  sampled = Sampled()
   begin = time.perf_counter()
   for new in pieces:
     sampled.times.append(time.perf_counter() - begin)
@@ -146,15 +149,14 @@ def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> 
     print(json.dumps(content, indent=2))
 
 
-def _print_rest(sampled: _Sampled, prompt: str) -> None:
+def _print_rest(sampled: Sampled, prompt: str) -> None:
   """Prints the samples after the first, and how long they took."""
   print()
   for number, sample in enumerate(sampled.samples()[1:], 2):
     print(f"--- sample {number} ---\n{prompt}{sample['text']}")
   seconds = sampled.times[-1]
-  to_first = sampled.times[0]
-  shown = f"{sampled.num_tokens:,} tokens in {seconds:.2f} s, {to_first:.2f} s of it until the "
-  shown += "first text came"
-  if sampled.speed:
-    shown += f"; then {sampled.speed:,.0f} tokens a second"
+  shown = f"{sampled.num_tokens:,} tokens in {seconds:.2f} s"
+  if sampled.speed is not None:
+    to_first = f"{sampled.times[0]:.2f} s of it until the first text came"
+    shown += f", {to_first}; then {sampled.speed:,.0f} tokens a second"
   print(shown, file=sys.stderr)
