@@ -147,6 +147,12 @@ REFUSED = helpers.cases(r"""
   train.stage_multipliers=(3.0,1.5) | expected \(\) or auto or 1 numbers of .*, got \(3.0,
   train.stage_multipliers=(-1.0,) | expected .* 1 numbers of at least 0, one for each stage
   model.boundaries=whitespace train.stage_multipliers=auto | .* whitespace, which have no rate
+  data.split_fractions=(9e400,0.5,0.5) | expected three positive numbers
+  plugins=(3,) | expected names of modules, got \(3,\)
+  plugins=('',) | expected names of modules, got \(''
+  model.middle_resize=padding | expected matrices without a model.middle, .* got padding
+  model.mixer=attention model.mixer.rotary_features=4 | expected None without .*rotary_base, got 4
+  train.stage_multipliers=auto | expected \(\) without token pooling, .* got auto
   # Of a component.
   train.schedule=cosine train.schedule.min_ratio=1.5 | expected a number in \[0, 1\], got 1.5
   train.schedule=warmup_stable_decay train.schedule.decay_fraction=0.0 | expected .* \(0, 1\], got 0
@@ -177,6 +183,17 @@ def test_what_cannot_run_is_refused(settings, message):
   dpjax.config.check(before)
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
     dpjax.config.check(config)
+
+
+def test_numbers_beyond_every_float_are_refused():
+  for key, value in (
+    ("train.stage_multipliers", (10**400,)),
+    ("data.split_fractions", (10**400, 0.5, 0.5)),
+  ):
+    config = dpjax.config.default()
+    sections.set_value(config, key, value)
+    with pytest.raises(dpjax.UserError, match=f"^{key}: expected"):
+      dpjax.config.check(config)
 
 
 def test_stage_multipliers_auto_is_the_rule_of_the_paper():

@@ -77,6 +77,14 @@ COMMANDS = helpers.cases(r"""
   {generate} --coordinator=localhost:1234 | --coordinator, .* expected all three
   {generate} --coordinator=a {two} --process_id=0 | expected host:port
   {generate} --coordinator=a:1234 {two} --process_id=2 | --process_id: expected 0 to 1
+  {train} {quick} --noconfig.model.use_bias=banana | --noconfig.model.use_bias: .* no value, got b
+  {train} {quick} --noconfig.model.use_bias= | --noconfig.model.use_bias: expected no value, got
+  look {run} --text=a --out= | --out: expected a path, got none
+  plots {run} --out= | --out: expected a path, got none
+  train --config={quickstart} --workdir= | --workdir: expected a path, got none
+  export '' {new} | RUN: expected a path, got none
+  {generate} {two} --coordinator=a:1 --process_id=0 --join_seconds=9999999999999 | _seconds: exp
+  {generate} {two} --coordinator=a:1 --process_id=0 --join_seconds=-1 | --join_seconds: expected
   # Files of flags.
   {generate} --flagfile= | --flagfile: expected a file, got none
   {generate} --flagfile | --flagfile: expected a file, got none

@@ -91,6 +91,8 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     """Raises a `UserError` instead of printing the usage."""
+    if match := re.fullmatch(r"argument (--\w+|[A-Z]+): (expected .*)", message, re.DOTALL):
+      raise UserError(f"{match[1]}: {match[2]}")
     message = message.replace("unrecognized arguments:", "expected --name=value, got")
     raise UserError(f"flags: {message} ({self.prog} --help lists them)")
 
@@ -131,7 +133,7 @@ class Parser(argparse.ArgumentParser):
     """The folder of a run with its configuration that words name, as RUN or by --workdir."""
     _, folders = loading.take(words, "workdir")
     for folder in (*folders, *self._positions(words)):
-      if (Path(path(folder)) / "config.json").is_file():
+      if folder and (Path(path(folder)) / "config.json").is_file():
         return Path(path(folder))
     return None
 
@@ -161,7 +163,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> str:
-  """A path; expands ~, which a shell does not in --name=~/file."""
+  """A path, not empty; expands ~, which a shell does not in --name=~/file."""
+  if not text:
+    raise argparse.ArgumentTypeError("expected a path, got none")
   return os.path.expanduser(text)
 
 

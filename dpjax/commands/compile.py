@@ -54,7 +54,7 @@ def _find_config(options: Namespace) -> ConfigDict:
 
 def _compile(options: Namespace) -> None:
   config = _find_config(options)
-  folder = path(options.experiment or options.run)
+  folder = os.path.expanduser(options.experiment or options.run)
   # A text or tokenizer other than the run's has a different vocabulary.
   is_run = os.path.isdir(folder) and loading.load(folder).data.to_dict() == config.data.to_dict()
   run = folder if is_run else ""

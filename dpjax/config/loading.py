@@ -186,6 +186,8 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
     if key not in settings:
       raise _unknown(config, settings, key)
     is_flag = settings[key].value_type is bool
+    if is_negated and text is not None:
+      raise UserError(f"--noconfig.{key}: expected no value, got {text or 'an empty one'}")
     if is_negated and not is_flag:
       raise UserError(f"{word}: expected a setting that is True or False, got {key}")
     if is_flag and is_negated:

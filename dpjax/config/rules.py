@@ -4,7 +4,7 @@ import inspect
 import math
 
 from dpjax.config import registry, schema, sections
-from dpjax.config.setting import ConfigDict, Settings
+from dpjax.config.setting import MAX_FLOAT, ConfigDict, Settings
 from dpjax.errors import UserError
 
 _BYTES_PER_TOKEN = 4.6  # for GPT-2
@@ -34,6 +34,8 @@ def check(config: Settings) -> None:
   window = config.eval.window or max_length
   _expect(stride <= window, "eval.stride", f"at most the window {window}", stride)
   _check_data(config.data)
+  is_valid = all(isinstance(name, str) and name for name in config.plugins)
+  _expect(is_valid, "plugins", "names of modules", config.plugins)
   if config.train.sampling != "random_windows":
     expected = "'' unless train.sampling = random_windows"
     mixture = config.data.mixture
@@ -49,6 +51,9 @@ def check_model(model: Settings) -> None:
   for name, value in (("residual_dtype", "model"), ("stack_norms", False)):
     is_valid = model.norm_position == "pre" or model[name] == value
     _expect(is_valid, f"model.{name}", f"{value} with model.norm_position = post", model[name])
+  expected = "matrices without a model.middle, which alone has another width"
+  is_valid = model.middle is not None or model.middle_resize == "matrices"
+  _expect(is_valid, "model.middle_resize", expected, model.middle_resize)
   for key, section in sections.stages_in(model).items():
     _check_stage(key, section)
     if section["middle"] and model.middle_resize == "padding":
@@ -128,10 +133,11 @@ def stage_multipliers(config: Settings) -> tuple[float, ...]:
     return ()
   if value != "auto":
     is_valid = len(value) == len(pooled) + 1
-    is_valid = is_valid and all(type(x) in (int, float) and 0 <= x < math.inf for x in value)
+    is_valid = is_valid and all(type(x) in (int, float) and 0 <= x <= MAX_FLOAT for x in value)
     expected = f"() or auto or {len(pooled) + 1} numbers of at least 0, one for each stage"
     _expect(is_valid, name, expected, value)
     return tuple(map(float, value))
+  _expect(bool(pooled), name, "() without token pooling, which has one stage", value)
   widths = [stage["width"] for stage in stages.values()]
   if len(widths) == len(pooled):  # The innermost has no section of its own.
     widths.append(widths[-1])
@@ -188,7 +194,7 @@ def _check_training(train: ConfigDict) -> None:
 
 def _check_data(data: ConfigDict) -> None:
   fractions = data.split_fractions
-  is_valid = len(fractions) == 3 and all(type(x) in (int, float) and x > 0 for x in fractions)
+  is_valid = len(fractions) == 3 and all(type(x) in (int, float) and 0 < x < 1 for x in fractions)
   is_valid = is_valid and abs(sum(fractions) - 1) < 1e-6
   _expect(is_valid, "data.split_fractions", "three positive numbers with the sum 1", fractions)
 

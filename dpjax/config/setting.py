@@ -30,7 +30,7 @@ Value = float | int | str | bool | tuple | None
 # Values and sections by name: a configuration, a section of one, or JSON.
 Settings = Mapping[str, Any]
 
-_MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
+MAX_FLOAT = float.fromhex("0x1.fffffep+127")  # the maximum of float32
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
@@ -94,7 +94,7 @@ class Setting(Generic[T]):
         raise errors.unknown(key, self.choices, value)
       return value
     if self.value_type is float and _is_number(value):
-      if not abs(value) <= _MAX_FLOAT:
+      if not abs(value) <= MAX_FLOAT:
         raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
       self._check_limits(key, value)
       return float(value)

@@ -119,6 +119,9 @@ class SelfAttention(_Attention):
       expected = "None where a head has an odd number of features"
       got = f"{width} // {self.num_heads} = {features} of them"
       raise ValueError(f"rotary_base: expected {expected}, got {got}")
+    if self.rotary_base is None and self.rotary_features is not None:
+      got = self.rotary_features
+      raise ValueError(f"rotary_features: expected None without rotary_base, got {got}")
 
   @nn.compact
   def mix(

@@ -18,6 +18,7 @@ from dpjax.models.hourglass import Hourglass, HourglassCache
 from dpjax.models.stage import PoolingHints
 from dpjax.ops import arrays
 from dpjax.ops.backend import automatic_axes
+from dpjax.ops.documents import check_lengths
 
 
 class LanguageModelCache(NamedTuple):
@@ -154,6 +155,8 @@ class LanguageModel(nn.Module):
     self._check_pooling(pooling)
     if pooling is not None and pooling.capacity is not None:
       raise ValueError(f"capacity: expected none with a cache, got {pooling.capacity}")
+    if lengths is not None:  # Layers that loop over blocks cannot see its values.
+      lengths = check_lengths(lengths, tokens.shape[1])
     context = Context(lengths=lengths, num_before=cache.length)
     x_bcd = self.embedding(tokens, context)
     hidden_bcd, core = self.core.step(x_bcd, tokens, cache.core, context, pooling)

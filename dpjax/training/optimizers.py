@@ -141,10 +141,13 @@ def scale_by_stage(
   to the stage whose vectors they read. The state is that of `optimizer`.
 
   Raises:
-    ValueError: there are more or fewer multipliers than stages.
+    UserError: a multiplier is negative or not finite, or, at the first update, there are more or
+      fewer than stages.
 
   Source: Hwang et al. 2025, arXiv:2507.07955; goombalab/hnet@3673fe1.
   """
+  if not all(0 <= x < math.inf for x in multipliers):
+    raise UserError(f"multipliers: expected finite numbers of at least 0, got {multipliers}")
 
   def update_scaled(updates, state, params=None, **extra):
     num_stages = sum(name.startswith("stages_") for name in updates)

@@ -188,6 +188,17 @@ def test_beyond_the_window_it_goes_on_as_a_longer_one_would():
 
 
 @pytest.mark.parametrize(
+  "lengths, wrong", [([1, 5, 1], 5), ([1, -1, 0], -1), ([2**40 + 1, 1, 1], 2**40 + 1)]
+)
+def test_lengths_that_a_chunk_does_not_have_are_refused(lengths, wrong):
+  model = dpjax.build_model(plain("dispatcher", num_layers=2))
+  params = helpers.draw_params(model, 3, 1 / 2)
+  words = TOKENS[:3, :4], model.init_cache(3)
+  with pytest.raises(ValueError, match=f"^lengths: expected 0 .. C = 4, got {wrong}$"):
+    model.apply({"params": params}, *words, lengths=np.array(lengths), method="step")
+
+
+@pytest.mark.parametrize(
   "config",
   [
     plain("dispatcher", positions="learned", max_length=8, num_layers=1),

@@ -282,6 +282,11 @@ def test_stage_multipliers_multiply_the_updates_of_each_stage():
   chex.assert_trees_all_equal(state, plain_state)
   expected = jax.tree.map(lambda x, stage: x * MULTIPLIERS[stage], expected, stages)
   chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+  for wrong in ((1.0, float("nan"), 1.0), (1.0, -1.0, 1.0), (float("inf"), 1.0, 1.0)):
+    with pytest.raises(
+      ValueError, match="^multipliers: expected finite numbers of at least 0, got"
+    ):
+      optimizers.scale_by_stage(plain, wrong)
   for wrong in (MULTIPLIERS[:2], (*MULTIPLIERS, 1.0)):
     with pytest.raises(ValueError, match="^multipliers: expected 3, one for each stage, got"):
       optimizers.scale_by_stage(plain, wrong).update(grads, plain_state, params)
