@@ -27,7 +27,7 @@ from dpjax.runs import export, prepare, run_files
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer
 from dpjax.training import checkpoints, evaluation, losses, metrics
-from dpjax.training.trainer import abstract_params
+from dpjax.training.trainer import abstract_params, find_non_finite
 
 _log = logging.getLogger(__name__)
 
@@ -371,16 +371,8 @@ def _load_released(folder: Path, arrays: Path, config_file: Path, dtype: str) ->
 
 
 def _check_finite(params: Params, workdir: Path) -> None:
-  for path, array in jax.tree.leaves_with_path(params):
-    # All processes of a sharded run get the same answer. NumPy is slow with bfloat16.
-    is_local = array.is_fully_addressable or array.is_fully_replicated
-    is_local &= array.dtype != jnp.bfloat16
-    if not (np.isfinite(array).all() if is_local else _is_finite(array)):
-      name = jax.tree_util.keystr(path, simple=True, separator=".")
-      raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
-
-
-_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+  if (name := find_non_finite(params)) is not None:
+    raise UserError(f"{workdir}: expected finite parameters, got nan or infinity in {name}")
 
 
 def saved_frozen(config: ConfigDict, workdir: Path) -> LanguageModel | None:

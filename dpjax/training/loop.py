@@ -18,7 +18,7 @@ from dpjax.errors import Interrupted, UserError
 from dpjax.layers.common import Params
 from dpjax.models.build import batch_capacity
 from dpjax.training import checkpoints, reporting, sharding
-from dpjax.training.trainer import Trainer, TrainState
+from dpjax.training.trainer import Trainer, TrainState, find_non_finite
 
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
@@ -95,7 +95,8 @@ def fit(
     hooks: watch the run.
 
   Raises:
-    NonFiniteError: a loss is not finite. The last checkpoint precedes it.
+    NonFiniteError: a loss, or parameters to score or save, are not finite. The checkpoints precede
+      them; the message names the newest.
     Interrupted: SIGTERM, SIGINT or `should_stop` stopped training; the step is finished and saved.
     ValueError: the devices do not divide the batch, updates of `profile` lie outside of
       the run, or see `Checkpoints.restore`.
@@ -107,6 +108,7 @@ def fit(
     find_signal = stack.enter_context(_stop_signal(num_steps))
     loop = _Loop(trainer, batches, validate, folder, hooks.callbacks)
     start = loop.restore(stack)
+    stack.enter_context(loop.naming_checkpoint())
     trace = stack.enter_context(_Trace(hooks.profile, folder.path, loop.reporter))
     trace.check(start, num_steps)
     for step in range(num_steps if loop.has_ended else start, num_steps):
@@ -150,6 +152,7 @@ class _Loop:
     self.train_step = trainer.jit_step(self.mesh)
     self.compiled: set[int | None] = set()  # the capacities
     self.best: dict[str, float] = {"step": 0, BEST_BY: math.inf, "since": 0}
+    self.newest: int | None = None  # the step of the newest checkpoint
     self.has_ended = False  # An earlier process ended the training before its last step.
     self.is_enough = False  # A callback or the patience ends it.
 
@@ -166,6 +169,7 @@ class _Loop:
       self.state = self.trainer.init(self.mesh)
     else:
       self.state, meta = restored
+      self.newest = int(self.state.step)
       tokens_seen = meta["tokens_seen"]
       if meta.get("validation") == self.folder.meta.get("validation"):
         self.best = meta["best"]
@@ -178,6 +182,20 @@ class _Loop:
     if start:
       self.reporter.print(f"Resuming from the checkpoint of step {start}.")
     return start
+
+  @contextlib.contextmanager
+  def naming_checkpoint(self) -> Iterator[None]:
+    """Adds to a `NonFiniteError` which checkpoint precedes it, and what may help."""
+    try:
+      yield
+    except reporting.NonFiniteError as error:
+      checkpoint = f"The newest checkpoint is of step {self.newest}, before it."
+      if self.newest is None:
+        checkpoint = "No checkpoint was saved before it."
+      raise reporting.NonFiniteError(
+        f"{error}. {checkpoint} A lower train.learning_rate, a warm-up or a tighter "
+        "train.grad_clip_norm may help, in a new workdir."
+      ) from None
 
   def train_one(self, step: int) -> None:
     """Runs an update, and meanwhile reads the metrics of the previous one."""
@@ -203,13 +221,22 @@ class _Loop:
       self.reader.read()
     self.call_back()
     # Known before the evaluation, so that a run that ends has been validated.
-    is_best = False
-    if evaluates or self.is_enough:
-      is_best = self.evaluate(done)
+    evaluates = evaluates or self.is_enough
+    if saves or evaluates:
+      self.check_finite(done)
+    is_best = evaluates and self.evaluate(done)
     ends = is_last or self.is_enough
     if is_best or ends or saves:
       self.save()
     return ends
+
+  def check_finite(self, done: int) -> None:
+    """Raises a `NonFiniteError` if parameters are not finite, though the loss still was."""
+    for params in filter(None, (self.state.params, self.state.average)):
+      if (name := find_non_finite(params)) is not None:
+        raise reporting.NonFiniteError(
+          f"Step {done}: expected finite parameters, got nan or infinity in {name}"
+        )
 
   def call_back(self) -> None:
     """Calls the callbacks with the new reports."""
@@ -250,6 +277,7 @@ class _Loop:
       meta["ended"] = self.trainer.num_steps
     self.reporter.check_there()  # Orbax would recreate the folder.
     self.saved.save(self.state, meta, origin=self.folder.origin)
+    self.newest = int(self.state.step)
 
 
 def _validation_line(

@@ -22,7 +22,10 @@ _COUNT = "mean_over_steps"  # the number of losses in a mean, not plotted as a c
 
 
 class NonFiniteError(RuntimeError):
-  """The loss or the gradient of a step was not finite; the message names the step."""
+  """The loss, the gradient or the parameters of a step were not finite.
+
+  From `fit`, the message names the step and the newest checkpoint, which precedes it.
+  """
 
 
 class Reporter(contextlib.AbstractContextManager):
@@ -195,11 +198,7 @@ class MetricsReader:
     self.tokens_seen += tokens
     for name in ("loss", "grad_norm"):
       if not math.isfinite(values[name]):
-        raise NonFiniteError(
-          f"Step {step}: expected a finite {name}, got {values[name]}. The checkpoints are from "
-          "before it. A lower train.learning_rate, a warm-up or a tighter "
-          "train.grad_clip_norm may help, in a new workdir."
-        )
+        raise NonFiniteError(f"Step {step}: expected a finite {name}, got {values[name]}")
     loss = values.pop("loss")
     grad_norm = values.pop("grad_norm")
     rate = {"learning_rate": values.pop("learning_rate")} if "learning_rate" in values else {}

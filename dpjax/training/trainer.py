@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import struct
@@ -268,6 +269,21 @@ def abstract_params(model: nn.Module, param_sharding: str = "replicated") -> Par
   """The shapes, dtypes and shardings of a model's parameters on all devices."""
   shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
   return sharding.place(shapes, sharding.make_mesh(), param_sharding)
+
+
+def find_non_finite(params: Params) -> str | None:
+  """The name of the first array with nan or infinity; all processes get the same answer."""
+  for path, array in jax.tree.leaves_with_path(params):
+    # NumPy is slow with bfloat16, and would copy from an accelerator.
+    in_numpy = all(device.platform == "cpu" for device in array.devices())
+    in_numpy &= array.is_fully_addressable or array.is_fully_replicated
+    in_numpy &= array.dtype != jnp.bfloat16
+    if not (np.isfinite(array).all() if in_numpy else _is_finite(array)):
+      return jax.tree_util.keystr(path, simple=True, separator=".")
+  return None
+
+
+_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 
 def apply_model(

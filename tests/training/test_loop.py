@@ -5,13 +5,14 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import dpjax
 from dpjax.errors import Interrupted
-from dpjax.training import loop, reporting
+from dpjax.training import checkpoints, loop, reporting
 from dpjax.training.trainer import Trainer
 from tests import helpers
 
@@ -182,6 +183,48 @@ def test_a_trace_is_of_the_updates_that_are_asked_for(tmp_path, monkeypatch, cap
   for updates in ((5, 5), (11, 13), (-1, 2)):
     with pytest.raises(dpjax.UserError, match="^profile: .* with 0 <= START < STOP <= 12"):
       fit(tmp_path / "other", 12, profile=updates)
+
+
+def spoiled_at(step: int) -> optax.GradientTransformation:
+  """SGD whose update number `step` is nan; the loss of that step is still finite."""
+
+  def update(updates, count, params=None):
+    scale = jnp.where(count == step - 1, jnp.nan, -0.5)
+    return jax.tree.map(lambda x: x * scale, updates), count + 1
+
+  return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+# What would save the state of step 3.
+SAVES = {
+  "checkpoint": dict(save=1),
+  "evaluation": dict(every=3, save=2),
+  "last": dict(num_steps=3, save=2),
+  "stop": dict(save=2, should_stop=iter([False, False, True]).__next__),
+}
+
+
+@pytest.mark.parametrize("options", SAVES.values(), ids=SAVES)
+def test_parameters_that_are_not_finite_are_never_saved(tmp_path, options):
+  trainer = dataclasses.replace(TRAINER, optimizer=spoiled_at(3))
+  message = (
+    r"^Step 3: expected finite parameters, got nan or infinity in \w+\.\w+\. "
+    "The newest checkpoint is of step 2, before it"
+  )
+  with pytest.raises(reporting.NonFiniteError, match=message):
+    fit(tmp_path, trainer=trainer, **{"num_steps": 5, **options})
+  with checkpoints.Checkpoints(tmp_path / "checkpoints") as saved:
+    assert saved.steps()[-1] == 2
+
+
+def test_a_division_of_zero_by_zero_is_noticed_before_the_first_checkpoint(tmp_path):
+  # Tokens that no batch has get a gradient of 0, and the loss stays finite.
+  trainer = dataclasses.replace(
+    TRAINER, model=helpers.Bigrams(VOCAB + 9), optimizer=optax.adam(1e-3, eps=0.0)
+  )
+  message = r"^Step 1: .* in Embed_0\.embedding\. No checkpoint was saved before it"
+  with pytest.raises(reporting.NonFiniteError, match=message):
+    fit(tmp_path, trainer=trainer, save=1)
 
 
 def test_the_tokens_seen_are_targets_also_after_a_stop(tmp_path):
