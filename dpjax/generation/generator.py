@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,20 @@ from dpjax.text.tokenizer import Tokenizer
 # Tokens per call, with cached steps and with full passes.
 _CHUNK = 16
 _CHUNK_OF_PASSES = 4
+
+
+class Sampling(TypedDict, total=False):
+  """The keywords of `Generator.stream`, for type checkers."""
+
+  seed: int
+  num_samples: int
+  stop: str | Sequence[str]
+  length: int | None
+  temperature: float | None
+  top_k: int | None
+  top_p: float | None
+  overflow: str | None
+  dtype: str | None
 
 
 class Piece(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -190,12 +190,16 @@ class Run:
     return prepare.find_tokens(self.config, self.data)
 
   @overload
-  def generate(self, prompt: str, **settings: Any) -> list[str]: ...
+  def generate(self, prompt: str, **settings: Unpack[generator.Sampling]) -> list[str]: ...
 
   @overload
-  def generate(self, prompt: Sequence[str], **settings: Any) -> list[list[str]]: ...
+  def generate(
+    self, prompt: Sequence[str], **settings: Unpack[generator.Sampling]
+  ) -> list[list[str]]: ...
 
-  def generate(self, prompt: str | Sequence[str], **settings: Any) -> list[str] | list[list[str]]:
+  def generate(
+    self, prompt: str | Sequence[str], **settings: Unpack[generator.Sampling]
+  ) -> list[str] | list[list[str]]:
     """Continues a prompt, or several at once.
 
     Args:
@@ -213,7 +217,9 @@ class Run:
     count = len(texts) // len(prompt)
     return [texts[i * count : (i + 1) * count] for i in range(len(prompt))]
 
-  def stream(self, prompt: str | Sequence[str], **settings: Any) -> Iterator[list[generator.Piece]]:
+  def stream(
+    self, prompt: str | Sequence[str], **settings: Unpack[generator.Sampling]
+  ) -> Iterator[list[generator.Piece]]:
     """Like `generate`, but yields text as it arrives; see `dpjax.generation.Generator.stream`."""
     if not isinstance(prompt, Sequence):
       raise UserError(f"prompt: expected a text, or several, got {prompt!r}")

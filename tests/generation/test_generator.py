@@ -1,6 +1,7 @@
 """Texts of small models that were not trained, within their windows and beyond them."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -11,9 +12,9 @@ from flax import linen as nn
 
 import dpjax
 from dpjax import models
-from dpjax.config import registry
+from dpjax.config import registry, schema
 from dpjax.generation import generator as generator_lib
-from dpjax.generation.generator import Generator, _noise
+from dpjax.generation.generator import Generator, Sampling, _noise
 from dpjax.models import PoolingHints
 from dpjax.models.build import build_model, pad_id
 from dpjax.ops import attention_cache
@@ -450,3 +451,10 @@ def test_padding_is_a_token_that_ends_no_segment_if_there_is_one():
   for ids, expected in ({(0, 2): 1, (0, 1, 2): 0}).items():
     config.model.boundaries = dpjax.config.boundaries("spacebyte", space_ids=ids)
     assert pad_id(config.model) == expected
+
+
+def test_type_checkers_know_every_setting_of_samples():
+  keywords = inspect.signature(Generator.stream).parameters.values()
+  names = {x.name for x in keywords if x.kind is x.KEYWORD_ONLY}
+  names |= schema.settings_of(schema.Sample).keys() - {"prompt"}
+  assert Sampling.__annotations__.keys() == names
