@@ -237,8 +237,17 @@ def overrides(config) -> list[str]:
 
 
 def environment(**changes) -> dict[str, str]:
-  """The environment of a script: one CPU device, unless XLA_FLAGS says otherwise."""
-  names = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+  """The environment of a script: one CPU device, unless XLA_FLAGS says otherwise.
+
+  It compiles as a user's does, but not what a script of another test has compiled.
+  """
+  names = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",
+    "PYTHONPATH": str(ROOT),
+    "JAX_COMPILATION_CACHE_DIR": os.environ["DPJAX_TEST_CACHE"],
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+  }
   return {**os.environ, **names, **changes}
 
 
