@@ -288,6 +288,17 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("boundaries", ["unigram", "fixed"])
+def test_a_record_that_contradicts_the_boundaries_is_refused(text, tmp_path, boundaries):
+  config = helpers.pooled_config(text, boundaries)
+  prepare.tokenize_only(config, tmp_path)
+  path = tmp_path / "data" / "data.json"
+  content = json.loads(path.read_text())
+  path.write_text(json.dumps({**content, "unigram": not content["unigram"]}))
+  with pytest.raises(dpjax.UserError, match=f"^{path}: expected boundaries as in the run's "):
+    prepare.read_tokens(config, tmp_path / "data")
+
+
 def test_a_run_taught_by_unigram_scores_any_text(text, tmp_path):
   config = helpers.pooled_config(text, "unigram", sampling="shuffled_windows")
   run, scores = dpjax.train(config, tmp_path)

@@ -164,7 +164,7 @@ class _Recipe:
       shutil.rmtree(shards)
       raise
     checksums = {path.name: files.checksum(path) for path in sorted(folder.glob("*.bin"))}
-    return {"dtype": encoder.dtype.name, "splits": counts, "checksums": checksums}
+    return {"splits": counts, "checksums": checksums}
 
   def _train(self) -> Encoder:
     """The tokenizer of the text, and the model fitted for its boundaries."""

@@ -253,7 +253,6 @@ def write_reference(data: Tokens, folder: str | Path, *, is_export: bool = False
     "format": FORMAT,
     "name": data.name,
     "unigram": data.boundaries is not None,
-    "dtype": Encoder(data.tokenizer).dtype.name,
     "splits": dict(data.counts),
     "checksums": dict(data.checksums),
     "tokens": data.folder.name if is_export else path,
@@ -306,9 +305,9 @@ def _assemble(content: files.JsonObject, folder: Path, encoder: Encoder) -> Toke
   """The tokens in a folder that the content of a data.json describes."""
   counts: dict[str, Counts] = {split: content["splits"][split] for split in SPLITS}
   for each in counts.values():
-    units = (each["tokens"], each["characters"], each["words"], each["bytes"])
-    if min(map(int, units)) < 1:
-      raise UserError("a split without text")
+    for unit in ("tokens", "characters", "words", "bytes"):
+      if type(each[unit]) is not int or each[unit] < 1:
+        raise ValueError(f"{each[unit]!r} {unit}")
   checksums = {str(x): str(y) for x, y in dict(content["checksums"]).items()}
   sizes = {split: counts[split]["tokens"] for split in SPLITS}
   boundaries = None
@@ -321,7 +320,7 @@ def _assemble(content: files.JsonObject, folder: Path, encoder: Encoder) -> Toke
   return Tokens(
     str(content["name"]),
     encoder.tokenizer,
-    _Arrays(folder, ".bin", np.dtype(content["dtype"]), sizes, checksums),
+    _Arrays(folder, ".bin", encoder.dtype, sizes, checksums),
     counts,
     boundaries=boundaries,
     fitted=encoder.fitted,

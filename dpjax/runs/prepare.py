@@ -97,7 +97,15 @@ def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
 
 def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
   """Opens the corpus in `folder`, whose tokens may be missing; see `open_tokens`."""
-  return open_tokens(folder, config.data.data_dir, _text_boundaries(config))
+  boundaries = _text_boundaries(config)
+  data = open_tokens(folder, config.data.data_dir, boundaries)
+  if (data.boundaries is None) != (boundaries is None):
+    expected = "none of the text" if boundaries is None else "those of the text"
+    raise UserError(
+      f"{folder / files.RECORD}: expected boundaries as in the run's settings, {expected}, got "
+      "the opposite"
+    )
+  return data
 
 
 def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:

@@ -161,7 +161,10 @@ def test_damage_is_named(made, name, damage):
 @pytest.mark.parametrize(
   "change, message",
   [
-    ({"dtype": "bits"}, "the counts of tokens, got damaged JSON"),
+    (
+      {"splits": dict.fromkeys(SPLITS, dict(tokens=3, characters=5.5, words=1, bytes=5))},
+      "the counts of tokens, got damaged JSON .*5.5 characters",
+    ),
     ({"splits": dict.fromkeys(SPLITS, {"tokens": 3})}, "the counts of tokens, got damaged JSON"),
     ({"format": 2}, "format 1, got 2"),
   ],
@@ -171,6 +174,15 @@ def test_a_damaged_record(made, change, message):
   (made / "data.json").write_text(json.dumps({**content, **change}))
   with pytest.raises(UserError, match=f"data.json: expected {message}"):
     open_tokens(made)
+
+
+@pytest.mark.parametrize("dtype", ["float16", ">u2", "V2", "S2", "bits"])
+def test_the_tokenizer_determines_the_dtype_of_tokens(made, dtype):
+  expected = open_tokens(made).splits["train"]
+  content = json.loads((made / "data.json").read_text())
+  (made / "data.json").write_text(json.dumps({**content, "dtype": dtype}))
+  tokens = open_tokens(made).splits["train"]
+  np.testing.assert_array_equal(tokens, expected, strict=True)
 
 
 @pytest.mark.parametrize("variant, chunk_bytes", [("characters", 17), ("bytes", 2**20)])
