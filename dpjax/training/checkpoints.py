@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import glob
 import logging
 import os
 import re
@@ -76,6 +77,11 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def __init__(self, folder: str | Path, keep: int | None = None):
     self._folder = Path(folder).absolute()
+    if keep and glob.escape(str(self._folder)) != str(self._folder):
+      raise UserError(
+        "workdir: expected a path without *, ? and [, which Orbax takes for patterns, got "
+        f"{self._folder.parent}"
+      )
     self._keep = keep
     self._manager: ocp.CheckpointManager | None = None  # created by the first save
     self._policies: list[managers.PreservationPolicy] = []

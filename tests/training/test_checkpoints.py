@@ -178,6 +178,16 @@ def test_reading_changes_nothing(folder):
   assert restored_step(folder) == 11
 
 
+@pytest.mark.parametrize("name", ["[x]", "a*", "a?"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_read_but_not_written(folder, tmp_path, name):
+  moved = tmp_path / name / "checkpoints"
+  shutil.copytree(folder, moved)
+  with Checkpoints(moved) as saved:
+    assert_equal(saved.restore(abstract())[0], make_state(7))
+  with pytest.raises(UserError, match=r"^workdir: expected a path without \*, \? and \[, which "):
+    Checkpoints(moved, keep=2)
+
+
 def test_fingerprints_read_all_bits_of_every_dtype_and_their_order():
   with jax.enable_x64(True):
     for dtype in "float64 int64 complex128 float32 bfloat16 int4 bool".split():
