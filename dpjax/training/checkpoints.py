@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import errno
 import glob
 import logging
@@ -35,37 +36,40 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _report_once() -> Iterator[None]:
-  """Silences what Orbax prints about an error that it also raises.
-
-  Orbax logs the error, and closes its event loop while other tasks run, each of which then prints
-  that the loop is closed. Here the loop first waits for its tasks.
-  """
-  new_event_loop = asyncio.new_event_loop
+  """Silences what Orbax logs about an error that it also raises."""
   logger = logging.getLogger("absl")
 
   def is_from_others(record: logging.LogRecord) -> bool:
     error = record.exc_info and record.exc_info[1]
     return not (error and re.search("orbax|tensorstore", f"{record.pathname} {error}"))
 
-  def new_patient_loop() -> asyncio.AbstractEventLoop:
-    loop = new_event_loop()
-    close = loop.close
-
-    def close_at_end() -> None:
-      if tasks := asyncio.all_tasks(loop):
-        loop.run_until_complete(asyncio.wait(tasks, timeout=10))
-      close()
-
-    loop.close = close_at_end
-    return loop
-
   logger.addFilter(is_from_others)
-  asyncio.new_event_loop = new_patient_loop
   try:
     yield
   finally:
-    asyncio.new_event_loop = new_event_loop
     logger.removeFilter(is_from_others)
+
+
+def _array_handler() -> ocp.type_handlers.TypeHandler:
+  """Orbax's handler of arrays, which here waits for the others if one cannot be read.
+
+  Orbax closes its event loop after an error, and each array that is still being read would then
+  print that the loop is closed.
+  """
+  handler = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
+  read = handler.deserialize
+
+  async def read_patiently(infos: Any, args: Any = None) -> Any:
+    before = asyncio.all_tasks()
+    try:
+      return await read(infos, args)
+    except Exception:
+      if tasks := asyncio.all_tasks() - before:
+        await asyncio.wait(tasks, timeout=10)
+      raise
+
+  handler.deserialize = read_patiently
+  return handler
 
 
 class Checkpoints(contextlib.AbstractContextManager):
@@ -342,7 +346,8 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
         f"workdir: expected the {name} that its checkpoints were made with, got another; "
         "was the folder data/ changed?"
       )
-  handler = ocp.PyTreeCheckpointHandler()
+  registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _array_handler()))
+  handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
   tree: Any = handler.metadata(path / "state").tree
   pairs = zip(jax.tree.leaves(tree), meta["fingerprints"], strict=True)
   # Only the order of the fields is that of the fingerprints.

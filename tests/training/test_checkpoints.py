@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, and damage is noticed."""
 
+import asyncio
 import errno
 import json
 import logging
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import chex
@@ -126,6 +128,18 @@ def test_a_damaged_one_is_skipped_and_renamed(folder, damage, name, caplog):
     assert len([*folder.glob("7.damaged-*")]) == 1  # Nothing is lost.
     saved.save(make_state(7), {})
   assert restored_step(folder) == 7
+
+
+def test_asyncio_is_left_alone_and_damage_prints_one_warning(folder, capfd):
+  new_event_loop = asyncio.new_event_loop
+  for path in (folder / "7/state/d").iterdir():
+    flip_a_bit(path)
+  with Checkpoints(folder, keep=2) as saved:
+    assert int(saved.restore(abstract())[0].step) == 5
+    saved.save(make_state(11), {})
+    assert asyncio.new_event_loop is new_event_loop
+  time.sleep(0.5)  # Threads that read the other arrays may still print.
+  assert capfd.readouterr().err == ""
 
 
 def test_an_error_of_the_file_system_is_no_damage(folder, monkeypatch):
