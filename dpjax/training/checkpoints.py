@@ -175,7 +175,20 @@ class Checkpoints(contextlib.AbstractContextManager):
     if self._keep and jax.process_index() == 0:
       for damaged in paths[: paths.index(path)]:
         damaged.rename(f"{damaged}.damaged-{time.time_ns()}")
+    if self._keep:
+      self._remove_surplus(self._keep, meta)
     return TrainState(**tree), meta
+
+  def _remove_surplus(self, keep: int, meta: Mapping) -> None:
+    """Removes what a killed process left: checkpoints beyond those to keep, and partial ones."""
+    if jax.process_index() == 0:
+      best = str(meta.get("best", {}).get("step"))
+      for path in find_complete(self._folder)[keep:]:
+        if path.name != best:
+          path.rename(f"{path}.orbax-checkpoint-tmp")  # A kill leaves no part of it to be read.
+      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+    _gather(0)  # No process lists checkpoints that are being removed.
 
   def restore_step(
     self,

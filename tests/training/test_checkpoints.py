@@ -192,6 +192,15 @@ def test_reading_changes_nothing(folder):
   assert restored_step(folder) == 11
 
 
+def test_what_a_kill_left_is_removed_by_the_next_run(folder):
+  shutil.copytree(folder / "5", folder / "3")
+  (folder / "11.orbax-checkpoint-tmp").mkdir()
+  with Checkpoints(folder, keep=1) as saved:
+    saved.restore(abstract())
+    assert saved.steps() == [5, 7]  # the best and the last
+  assert {path.name for path in folder.iterdir()} == {"5", "7"}
+
+
 @pytest.mark.parametrize("name", ["[x]", "a*", "a?"])
 def test_a_path_that_orbax_takes_for_a_pattern_is_read_but_not_written(folder, tmp_path, name):
   moved = tmp_path / name / "checkpoints"
