@@ -53,6 +53,9 @@ def train(
       with `logits`, [B, T, V]. Pass the same model to resume or load the run.
     optimizer: replaces the optimizer, learning rate, schedule and clipping of `config.train`: any
       Optax optimizer that needs only the gradients, the parameters and the `value` of the loss.
+      Pass the same one to resume the run: the names, shapes and dtypes of its state must be those
+      of the checkpoint, but its numbers, such as a learning rate, are in no file and cannot be
+      compared.
     callbacks: called with each report; training ends if one returns True.
     should_stop: called after every update; training also stops at signals.
     profile: START and STOP, to trace updates START + 1 to STOP into `workdir`/profile.
