@@ -43,7 +43,7 @@ def test_a_workdir_resumes_its_run_with_changed_settings(words, finished, tmp_pa
   assert "Resuming from the checkpoint of step 12" in shown and "step 14:" in shown
   assert dpjax.config.load(str(run)).train.num_steps == 14
   said = call("train", *words, "--config.model.width=27")
-  assert re.search("workdir: .* model.width: 24 there, 27 here", said)
+  assert re.search("workdir: .* model.width: 12 there, 27 here", said)
 
 
 def test_registered_of_a_middle_are_chosen_by_name(tmp_path):
