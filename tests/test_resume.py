@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import socket
@@ -186,13 +187,15 @@ def endless(text):
   return helpers.small_config(text, **dict.fromkeys(steps, 100_000))
 
 
-def start_two(config, workdir, **changes) -> list[subprocess.Popen]:
+def start_two(config, workdir, words=((), ()), **changes) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
   position = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
   return [
-    start(config, workdir, *position, f"--process_id={number}", NPROC="4", **changes)
+    start(
+      config, workdir, *position, f"--process_id={number}", *words[number], NPROC="4", **changes
+    )
     for number in range(2)
   ]
 
@@ -246,6 +249,33 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   assert [process.returncode for process in processes] == [1, 1], printed
   assert "data.path: " in printed[0] and "see that process's log" in printed[1]
   assert not any("Traceback" in text for text in printed), printed
+
+
+# What differs in the second process, and what both say.
+DIFFERENT = {
+  "learning rate": ("--config.train.learning_rate=0.5", "train.learning_rate = 0.003 .* and 0.5 "),
+  "dropout": ("--config.model.dropout=0.4", "model.dropout = 0.1 .* and 0.4 "),
+  "free setting": (
+    "--config.train.checkpoint_every_steps=3",
+    "train.checkpoint_every_steps = 4 .* and 3 ",
+  ),
+  "text": ("--config.data.path=other.txt", "data.path = '.*text.txt' .* and 'other.txt' "),
+  "folder": ("--workdir=other", "--workdir = .*/run .* and other "),
+  "task": ("--tokenize_only", "--tokenize_only = False .* and True "),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word, message", DIFFERENT.values(), ids=DIFFERENT)
+def test_processes_with_different_settings_refuse_to_train(text, tmp_path, word, message):
+  config = helpers.small_config(text)
+  processes = start_two(config, tmp_path / "run", words=[(), (word,)])
+  printed = finish_all(processes, seconds=60)
+  assert [process.returncode for process in processes] == [1, 1], printed
+  for output in printed:
+    (line,) = [x for x in output.splitlines() if not x.startswith(("[Gloo]", "2 processes"))]
+    assert re.search(f"^processes: expected the same in all, got {message}in process 1", line), line
+  assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from dpjax.analysis.devices import NO_TPU
 from dpjax.errors import UserError, not_writable
 
 _MAX_JOIN_SECONDS = 10**6
+# The flags in which the processes of a run may differ, and the settings.
+_OWN = ("config", "coordinator", "process_id", "join_seconds", "compilation_cache", "flagfile")
 
 
 def check_platform() -> None:
@@ -64,6 +66,22 @@ def join(options: Namespace) -> None:
 
   if jax.process_index() == 0:
     print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+  _check_same_flags(options)
+
+
+def _check_same_flags(options: Namespace) -> None:
+  """Raises a `UserError` in all processes unless their command lines ask for the same.
+
+  The settings are compared by those that read them.
+  """
+  from dpjax.runs import processes
+
+  values = {}
+  for name, value in vars(options).items():
+    if name not in _OWN:
+      is_folder = name in ("run", "workdir") and isinstance(value, str) and Path(value).exists()
+      values[f"--{name}"] = os.path.realpath(value) if is_folder else str(value)
+  processes.check_same(values)
 
 
 def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:

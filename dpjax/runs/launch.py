@@ -68,8 +68,9 @@ def train(
     dpjax.training.NonFiniteError: the training diverged.
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training after a checkpoint.
   """
-  settings = sections.expand_paths(config)
   workdir = Path(os.path.expanduser(workdir))
+  prepare.check_processes(config, workdir)
+  settings = sections.expand_paths(config)
   rules.check(settings)
   for key, names in rules.idle_mixers(settings.model).items():
     _log.warning("%s.num_layers: fewer than mixers; no layer has %s", key, names)

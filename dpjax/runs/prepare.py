@@ -1,5 +1,6 @@
 """The tokens of a run: found in data_dir, where all runs share them, or made there."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from dpjax.data.token_files import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
 from dpjax.models.build import build_boundaries
-from dpjax.runs import run_files
+from dpjax.runs import processes, run_files
 from dpjax.text.boundaries import TextBoundaries
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer, load_tokenizer
@@ -22,13 +23,20 @@ from dpjax.text.tokenizer import Tokenizer, load_tokenizer
 
 def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` does first."""
-  config = sections.expand_paths(config)
   workdir = Path(os.path.expanduser(workdir))
+  check_processes(config, workdir)
+  config = sections.expand_paths(config)
   rules.check(config)
   with run_files.lock(workdir):
     data = open_data(config, workdir)
     run_files.write_config(workdir, config)
   return data
+
+
+def check_processes(config: ConfigDict, workdir: Path) -> None:
+  """Raises a `UserError` in every process unless all have the same settings and folder."""
+  settings = {key: repr(value) for key, value in sections.flatten(config).items()}
+  processes.check_same({"workdir": os.path.realpath(workdir), **settings})
 
 
 def open_data(config: ConfigDict, workdir: Path) -> Tokens:
@@ -77,9 +85,15 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
     except OSError as error:
       raise not_writable("workdir", folder, error) from error
 
-  run_files.on_first_process(prepare)
-  data = read_tokens(config, folder)
-  data.check()
+  def read() -> Tokens:
+    data = read_tokens(config, folder)
+    data.check()
+    return data
+
+  processes.on_first_process(prepare)
+  data = processes.on_every_process(read)
+  digest = hashlib.sha256(repr(_identity(data)).encode()).hexdigest()
+  processes.check_same({f"the text and vocabulary in {folder}": digest[:12]})
   return data
 
 
@@ -109,7 +123,7 @@ def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
 
 
 def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
-  run_files.on_first_process(lambda: _make_again(config, before))
+  processes.on_first_process(lambda: _make_again(config, before))
   return _make_tokens(config, before.tokenizer)
 
 

@@ -15,13 +15,9 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from dpjax import files, hub
 from dpjax.config import loading, registry, schema, sections
@@ -29,6 +25,7 @@ from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError, not_writable
 from dpjax.files import try_lock, write_json
 from dpjax.interop import hnet
+from dpjax.runs import processes
 from dpjax.training import checkpoints
 
 PARAMETERS = "model.safetensors"  # of an exported run, instead of checkpoints
@@ -98,7 +95,7 @@ def lock(workdir: Path) -> Iterator[None]:
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   with contextlib.ExitStack() as stack:
     locked = []
-    on_first_process(lambda: locked.append(stack.enter_context(_open_lock(workdir))))
+    processes.on_first_process(lambda: locked.append(stack.enter_context(_open_lock(workdir))))
     try:
       yield
     except Exception:
@@ -210,7 +207,7 @@ def write_config(workdir: Path, config: ConfigDict, frozen: ConfigDict | None = 
     except OSError as error:
       raise not_writable("workdir", workdir, error) from error
 
-  on_first_process(write)
+  processes.on_first_process(write)
 
 
 def read_config(workdir: Path) -> ConfigDict:
@@ -256,20 +253,3 @@ def needs_run(config: ConfigDict) -> bool:
   if not sections.is_pooled(config.model):
     return False
   return registry.boundaries.component(config.model.boundaries.name).needs_run
-
-
-def on_first_process(work: Callable[[], object]) -> None:
-  """Runs a function on the first process; the others wait, and all raise if it fails."""
-  if jax.process_count() == 1:
-    work()
-    return
-  # The first broadcast has a short time limit, which long work would exceed.
-  multihost_utils.broadcast_one_to_all(np.zeros(1, np.uint8))
-  error = None
-  if jax.process_index() == 0:
-    try:
-      work()
-    except Exception as caught:  # of any type; otherwise the others would wait forever
-      error = caught
-  if multihost_utils.broadcast_one_to_all(np.uint8(error is not None)):
-    raise error or UserError("process 0 cannot begin the run; see that process's log")
