@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pickle
 import shutil
 import signal
 
@@ -288,6 +289,14 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
 
 
 @pytest.mark.slow
+def test_a_run_is_pickled_without_what_is_compiled(finished):
+  _, run, _ = finished
+  scores, texts = run.score("the cat"), run.generate("the", length=3, seed=2)
+  other = pickle.loads(pickle.dumps(run))
+  assert other.score("the cat") == scores
+  assert other.generate("the", length=3, seed=2) == texts
+
+
 @pytest.mark.parametrize("boundaries", ["unigram", "fixed"])
 def test_a_record_that_contradicts_the_boundaries_is_refused(text, tmp_path, boundaries):
   config = helpers.pooled_config(text, boundaries)

@@ -55,6 +55,10 @@ class Run:
   data: Tokens | None = None
   workdir: Path | None = None
 
+  def __getstate__(self) -> dict[str, Any]:
+    """The fields, to pickle or to copy; what is compiled is left out."""
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
   def __repr__(self) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
     return (
