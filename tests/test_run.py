@@ -288,7 +288,6 @@ def test_the_capacity_is_the_smallest_that_holds_the_words(spaced):
   assert build.batch_capacity(boundaries, {"tokens": tokens}) is None
 
 
-@pytest.mark.slow
 def test_a_run_is_pickled_without_what_is_compiled(finished):
   _, run, _ = finished
   scores, texts = run.score("the cat"), run.generate("the", length=3, seed=2)
@@ -308,6 +307,7 @@ def test_a_record_that_contradicts_the_boundaries_is_refused(text, tmp_path, bou
     prepare.read_tokens(config, tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_a_run_taught_by_unigram_scores_any_text(text, tmp_path):
   config = helpers.pooled_config(text, "unigram", sampling="shuffled_windows")
   run, scores = dpjax.train(config, tmp_path)
