@@ -105,7 +105,7 @@ class _Case:
     )
 
   def with_params(self, module: Mixer) -> Callable[..., Any]:
-    """The mixer as a function, with parameters; with `method="step"` its other door."""
+    """The mixer as a function, with parameters; with `method="step"` its cached path."""
     return partial(_apply, module, self.draw_params(module))
 
 

@@ -333,3 +333,10 @@ def test_only_what_changes_no_trained_number_may_differ():
     "train.schedule.min_ratio: None there, 0.0 here",
     "train.schedule.name: 'constant' there, 'cosine' here",
   ]
+
+
+def test_an_earlier_run_may_have_a_setting_without_effect(tmp_path):
+  config = loading.load("hnet:mamba2,tiny").to_dict()
+  config["model"]["middle_resize"] = "padding"  # as this experiment once was
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert loading.load(str(tmp_path)).model.middle_resize == "matrices"

@@ -45,6 +45,15 @@ def mixers(monkeypatch):
   return registry.mixers
 
 
+def test_the_default_of_a_float_may_be_a_whole_number(mixers):
+  class Amplified(Decay):
+    gain: float = 1
+
+  dpjax.register_mixer("amplified", Amplified)
+  assert dpjax.config.mixer("amplified").gain == 1.0
+  assert dpjax.config.mixer("amplified", gain=0.5).gain == 0.5
+
+
 def test_settings_are_the_fields_that_a_person_can_set(mixers):
   dpjax.register_mixer("decay", Decay)
   of_frame = {"has_feed_forward": Setting(True, "whether a feed-forward network follows")}

@@ -61,17 +61,17 @@ class _Row:
 
   Attributes:
     tokens: those of the prompt and the new ones.
-    most: the maximum number of tokens.
+    max_tokens: the maximum number of tokens.
     text: turns new tokens into text.
   """
 
   tokens: list[int]
-  most: int
+  max_tokens: int
   text: SampleText
 
   @property
   def is_complete(self) -> bool:
-    return self.text.is_stopped or len(self.tokens) == self.most
+    return self.text.is_stopped or len(self.tokens) == self.max_tokens
 
   def add(self, tokens: list[int]) -> Piece:
     """Adds new tokens, up to the end of the sample."""
@@ -258,7 +258,7 @@ class Generator:
           pieces.append(Piece("", 0, row.text.is_stopped))
           continue
         # With a cache the row's state may go beyond the window, but then all rows slide next.
-        most = min(row.most, self._window + 1) if is_cached and slides else row.most
+        most = min(row.max_tokens, self._window + 1) if is_cached and slides else row.max_tokens
         pieces.append(row.add(new[: most - len(row.tokens)]))
       yield pieces
 

@@ -296,7 +296,7 @@ class RelativeAttention(_Attention):
     num_heads: H, a divisor of D.
     max_length: the longest T, and with a cache M: a token then attends to the last M tokens.
     dropout: probability with which an attention weight is dropped in training.
-    position_dropout: the dropout rate of the table of distances, if the layer does not share it.
+    position_dropout: the dropout rate of the table of distances, shared or not.
 
   For the other attributes see `Mixer`.
   """

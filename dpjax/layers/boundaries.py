@@ -29,8 +29,8 @@ from dpjax.text.boundaries import TextBoundaries
 class BoundaryOutput(NamedTuple):
   """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
-  Logits are those of a predictor, probabilities are set if the model's output uses them, both
-  [B, T]; the state is that of `init_state` after these tokens.
+  A predictor also gives its logits, [B, T]. Probabilities, [B, T], are needed where the reader of
+  segments uses them. The state is what `init_state` begins, after these tokens.
   """
 
   boundaries: jax.Array

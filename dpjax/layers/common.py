@@ -38,7 +38,7 @@ def symmetric_uniform(bound: float) -> nn.initializers.Initializer:
   return functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
 
 
-class Drawn(Protocol):
+class HasInit(Protocol):
   """A module whose fields say how its linear layers begin and compute."""
 
   init_std: float
@@ -46,7 +46,7 @@ class Drawn(Protocol):
 
 
 def linear(
-  module: Drawn,
+  module: HasInit,
   features: int,
   name: str,
   *,

@@ -100,7 +100,8 @@ class Unigram(_Predicted):
 class EntropySpikes(_Predicted):
   """A predictor that learns the spikes of the model's own conditional entropy (Eq. 6).
 
-  No gradient passes through the spikes. Only tokens that count take part; their first is a spike.
+  No gradient passes through the spikes. Only tokens that count take part; the first of them is
+  always a spike.
 
   Attributes:
     left: k of Eq. 6: the number of earlier positions that a spike exceeds.
@@ -311,7 +312,7 @@ class EntropyThreshold(Boundaries):
   """A segment ends where a small, trained model is unsure of the next token, as in BLT.
 
   The small model reads the same tokens in the same windows. It is frozen: no gradient reaches
-  it, and `train_step` does not update it. `model.init` draws its parameters;
+  it, and training does not update it. `model.init` draws its parameters;
   `dpjax.models.build.with_frozen` inserts the trained ones.
 
   Attributes:

@@ -45,7 +45,7 @@ class HourglassCache(NamedTuple):
   layers: tuple[Cache, ...]
 
 
-# What runs within a stage: (segments, cache, context) -> (results, cache).
+# What a stage runs on its segments: (segments, cache, context) -> (results, cache).
 InnerStep = Callable[[jax.Array, HourglassCache, Context], tuple[jax.Array, HourglassCache]]
 
 
@@ -85,10 +85,10 @@ class Hourglass(nn.Module):
     context = context or Context()
     pooling = pooling or PoolingHints()
     buckets = Buckets()
-    ways = []  # what each stage needs for its way up
+    levels = []  # what each stage needs for its way up
     for stage in self.stages:
       level = stage.down(x, tokens, context, pooling, buckets)
-      ways.append((stage, level, buckets))
+      levels.append((stage, level, buckets))
       x = level.segments
       context = level.inner
       buckets = level.buckets
@@ -98,10 +98,10 @@ class Hourglass(nn.Module):
     length, width = x.shape[1:]
     shared = self._positions_of_layers()
     x = self.layers(x, share_positions(shared, self.layers, context, length, width), buckets)
-    for stage, level, buckets in reversed(ways):
+    for stage, level, buckets in reversed(levels):
       x = stage.up(x, level, buckets)
     outputs = []
-    for _, level, _ in ways:
+    for _, level, _ in levels:
       found = level.output
       starts = level.context.document_starts
       outputs.append(StageOutput(found.boundaries, found.logits, found.probabilities, starts))
@@ -117,7 +117,7 @@ class Hourglass(nn.Module):
   ) -> tuple[jax.Array, HourglassCache]:
     """The outputs for the next C tokens of each row, [B, C, D], and the new cache.
 
-    A stage within runs only if a segment ends.
+    An inner stage runs only if a segment ends.
     """
     context = context or Context()
     if not self.stages:
@@ -247,7 +247,7 @@ def _read_token(
   latest: jax.Array,
   cache: HourglassCache,
 ) -> tuple[jax.Array, jax.Array, HourglassCache]:
-  """The same for a single token; the stage within runs only if a segment ends."""
+  """The same for a single token; the inner stage runs only if a segment ends."""
 
   def advance(state):
     count, latest_bd, cache = state

@@ -1,6 +1,6 @@
 """The names of parameters in files of earlier versions, and those of today.
 
-A model of before had `layers` or an `hourglass`, with the layers or another hourglass as its
+An older model had `layers` or an `hourglass`, with the layers or another hourglass as its
 middle. Blocks in turn lay in `period`, and those after the last whole period in `rest`.
 """
 

@@ -26,7 +26,8 @@ class PoolingHints(NamedTuple):
   Attributes:
     capacity: an S that fits all rows, at most T + 1, or 2 T with documents; None finds it on the
       device. If it is too small, the result is nan.
-    boundaries: [B, T], 0 or 1, instead of the module's.
+    boundaries: [B, T], 0 or 1, instead of the module's. Without a null group, as with `Routing`,
+      the first token of each row and document must be 1.
     noise: [B, T] in (0, 1), instead of the boundaries' draws.
   """
 
@@ -42,9 +43,9 @@ class Level(NamedTuple):
     hidden: [B, T, D], the output of the first stack.
     output: the boundaries.
     context: that of the stage's positions.
-    segments: [B, S, D'], the input of the stage within.
+    segments: [B, S, D'], the input of the inner stage.
     inner: the context of the segments.
-    buckets: the lengths that the stage within is compiled for.
+    buckets: the lengths that the inner stage is compiled for.
   """
 
   hidden: jax.Array
@@ -63,7 +64,7 @@ class StageCache(NamedTuple):
     first: one for each layer.
     last: likewise.
     segment: the open segment.
-    latest: [B, D], the result of the stage within for the last closed segment.
+    latest: [B, D], the result of the inner stage for the last closed segment.
     boundaries: the state of `Boundaries.init_state`.
   """
 
@@ -76,7 +77,7 @@ class StageCache(NamedTuple):
 
 
 class ChunkLevel(NamedTuple):
-  """What a stage keeps of a chunk, and the segments that wait for the stage within.
+  """What a stage keeps of a chunk, and the segments that wait for the inner stage.
 
   Attributes:
     hidden: [B, C, D], the output of the first stack.
@@ -133,7 +134,8 @@ class Stage(nn.Module):
 
   def setup(self):
     """Creates the reader of segments and the maps to their width and back."""
-    check_settings(self, sizes=("width",) if self.inner_width is None else ("inner_width",))
+    sizes = ("width",) if self.inner_width is None else ("width", "inner_width")
+    check_settings(self, sizes=sizes)
     self.reader = self.boundaries.reader(self.inner_width or self.width, self.inner_norm)
     nn.share_scope(self, self.reader)
     if self.inner_width is None:
@@ -197,7 +199,7 @@ class Stage(nn.Module):
     return Level(h_btd, output, context, s_bsd, inner, inner_buckets)
 
   def up(self, segments: jax.Array, level: Level, buckets: Buckets) -> jax.Array:
-    """From the result of the stage within, [B, S, D'], to [B, T, D]."""
+    """From the result of the inner stage, [B, S, D'], to [B, T, D]."""
     s_bsd = self.narrow(segments.astype(level.segments.dtype))
     output = level.output
     p_bs = pool_probabilities(output, s_bsd.shape[1])
@@ -346,7 +348,7 @@ class Stage(nn.Module):
   def _inner_buckets(
     self, length: int, num_segments: jax.Array, context: Context, pooling: PoolingHints
   ) -> Buckets:
-    """The lengths that the stage within is compiled for."""
+    """The lengths that the inner stage is compiled for."""
     has_documents = context.document_starts is not None
     capacity = pooling.capacity
     if capacity is None and pooling.boundaries is None and not has_documents:
@@ -378,7 +380,7 @@ class Stage(nn.Module):
 
 
 def segment_buckets(module: Boundaries, length: int, has_documents: bool) -> tuple[int, ...]:
-  """The lengths for which the stage within is compiled."""
+  """The lengths for which the inner stage is compiled."""
   max_segments = module.max_segments(length)
   num_null = module.reader.num_null
   if has_documents and max_segments is not None:

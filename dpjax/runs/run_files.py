@@ -231,7 +231,7 @@ def check_saved(workdir: Path, settings: ConfigDict, config: ConfigDict) -> None
   following = {line.partition(":")[0] for line in sections.differences(settings, config)}
   differences = [
     line
-    for line in sections.differences(saved, config.to_dict())
+    for line in sections.differences(loading.without_idle(saved), config.to_dict())
     if line.partition(":")[0] not in following
   ]
   if differences:
