@@ -16,7 +16,7 @@ import pytest
 
 import dpjax
 from dpjax import __main__ as dpjax_command
-from dpjax.config import registry
+from dpjax.config import loading, registry
 from dpjax.data import sources
 from tests import helpers
 
@@ -112,13 +112,17 @@ def run(page: Path) -> None:
 def folder(tmp_path_factory):
   """A folder as a reader has it: a text, and a run trained with the quickstart."""
   folder = tmp_path_factory.mktemp("reader")
-  (folder / "configs").mkdir()
-  for name in ("quickstart", "configs/quickstart.py"):
-    (folder / name).write_text(EXPERIMENT, encoding="utf-8")
+  for name in ("configs", "packaged"):
+    (folder / name).mkdir()
+    (folder / name / "quickstart.py").write_text(EXPERIMENT, encoding="utf-8")
+  for path in (helpers.ROOT / "configs").glob("*.py"):
+    if path.name != "quickstart.py":
+      (folder / "packaged" / path.name).symlink_to(path)
   (folder / "my.txt").write_text(f"{LINE}\n" * 120, encoding="utf-8")
   (folder / "models").symlink_to(helpers.ROOT / "models")
   with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
     patch.chdir(folder)
+    patch.setattr(loading, "_folder", lambda: folder / "packaged")
     dpjax.train(dpjax.config.load("quickstart"), "runs/quickstart")
   return folder
 
@@ -128,6 +132,7 @@ def reader(folder, tmp_path, monkeypatch):
   """A copy of it to work in; what is registered there is forgotten afterwards."""
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True, symlinks=True)
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(loading, "_folder", lambda: folder / "packaged")
   monkeypatch.syspath_prepend(str(tmp_path))
   monkeypatch.setenv("MPLBACKEND", "agg")
   kinds = registry.mixers, registry.boundaries, registry.optimizers, registry.schedules
