@@ -335,8 +335,20 @@ def test_only_what_changes_no_trained_number_may_differ():
   ]
 
 
-def test_an_earlier_run_may_have_a_setting_without_effect(tmp_path):
-  config = loading.load("hnet:mamba2,tiny").to_dict()
-  config["model"]["middle_resize"] = "padding"  # as this experiment once was
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  assert loading.load(str(tmp_path)).model.middle_resize == "matrices"
+@pytest.mark.parametrize(
+  "experiment, key, value, today",
+  [
+    ("hnet:mamba2,tiny", "model.middle_resize", "padding", "matrices"),  # as it once was
+    ("quickstart", "model.mixer.rotary_features", 4, None),
+    ("quickstart", "train.stage_multipliers", "auto", ()),
+  ],
+)
+def test_an_earlier_run_may_have_a_setting_without_effect(tmp_path, experiment, key, value, today):
+  config = loading.load(experiment)
+  if "rotary" in key:
+    config.model.mixer = dpjax.config.mixer("attention", num_heads=2)
+  with pytest.raises(dpjax.UserError, match=key):
+    sections.set_value(config, key, value)
+    dpjax.config.check(config)
+  (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+  assert dpjax.config.get(loading.load(str(tmp_path)), key) == today

@@ -1,6 +1,7 @@
 """Reads the configurations of experiments and runs, and overrides from the command line."""
 
 import contextlib
+import copy
 import hashlib
 import importlib.machinery
 import json
@@ -144,16 +145,35 @@ def read_settings(path: Path) -> dict:
 
 
 def without_idle(settings: dict) -> dict:
-  """Saved settings as today's checks take them, if an earlier version took one without effect.
+  """Saved settings without values that have no effect, which today's checks refuse.
 
-  `hnet:mamba2,small`, which pools once, had model.middle_resize = padding.
+  Earlier versions took them: `hnet:mamba2,small` had model.middle_resize = padding without a
+  middle. Who has such a run could neither load it nor change its settings.
   """
   model = settings.get("model")
-  if not isinstance(model, dict) or model.get("middle") is not None:
+  if not isinstance(model, dict):
     return settings
-  if model.get("middle_resize") != "padding":
-    return settings
-  return {**settings, "model": {**model, "middle_resize": "matrices"}}
+  settings = copy.deepcopy(settings)
+  model = settings["model"]
+  _clear_rotary_features(model)
+  if model.get("middle") is None:
+    model.pop("middle_resize", None)
+  train = settings.get("train")
+  is_pooled = model.get("boundaries") not in (None, "none", {"name": "none"})
+  if isinstance(train, dict) and train.get("stage_multipliers") == "auto" and not is_pooled:
+    del train["stage_multipliers"]
+  return settings
+
+
+def _clear_rotary_features(section: object) -> None:
+  """Removes the rotary features of mixers without a rotary base, in all that a section holds."""
+  inner = section if isinstance(section, list) else []
+  if isinstance(section, dict):
+    inner = section.values()
+    if section.get("rotary_base") is None:
+      section.pop("rotary_features", None)
+  for each in inner:
+    _clear_rotary_features(each)
 
 
 def of_run(folder: Path) -> ConfigDict:

@@ -273,7 +273,7 @@ class Generator:
     return decode.State(jnp.asarray(last), jnp.asarray(lengths), window)
 
   def _by_layer(self, params: Params) -> Params:
-    """The parameters that single-token steps read, of which they copy none."""
+    """The parameters as single-token steps read them, without copying any in a step."""
     if self._stepper is None:
       self._stepper = self._make_stepper(params)
     return self._stepper.by_layer(params)

@@ -1,4 +1,4 @@
-"""The precision in which a model computes, and of the parameters that it reads."""
+"""Models and parameters in another precision."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

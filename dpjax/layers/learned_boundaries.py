@@ -353,7 +353,8 @@ class EntropyThreshold(Boundaries):
   def find(self, hidden, tokens, context, state, noise):
     assert self.theta is not None
     rule = self.rule, self.theta, self.theta_add
-    starts, lengths = context.document_starts, context.lengths
+    starts = context.document_starts
+    lengths = context.lengths
     if state is None:
       entropies = ops.conditional_entropy(self.frozen(tokens, document_starts=starts).logits)
       return BoundaryOutput(ops.entropy_threshold(entropies, *rule, document_starts=starts))

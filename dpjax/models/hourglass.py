@@ -136,9 +136,9 @@ class Hourglass(nn.Module):
     self, inputs: jax.Array, cache: HourglassCache, context: Context
   ) -> tuple[jax.Array, HourglassCache]:
     """The step of the innermost layers."""
-    length, width = self.layers.max_length, inputs.shape[2]
+    length = self.layers.max_length
     shared = self._positions_of_layers()
-    context = share_positions(shared, self.layers, context, length, width)
+    context = share_positions(shared, self.layers, context, length, inputs.shape[2])
     outputs, layers = self.layers.step(inputs, cache.layers, context)
     return outputs, cache._replace(layers=layers)
 

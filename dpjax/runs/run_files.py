@@ -245,7 +245,8 @@ def read_frozen(config: ConfigDict, workdir: Path) -> ConfigDict | None:
   """The settings of the model that the boundaries of a run use, if any."""
   if not needs_run(config):
     return None
-  return loading.from_dict({"model": loading.read_settings(workdir / "frozen.json")}).model
+  model = loading.read_settings(workdir / "frozen.json")
+  return loading.from_dict(loading.without_idle({"model": model})).model
 
 
 def needs_run(config: ConfigDict) -> bool:

@@ -46,7 +46,7 @@ def make(pair):
 
 
 def draw_params(core):
-  """Normal numbers instead of initial values, of which some are 0."""
+  """Normal numbers instead of the initial values, since some of those are 0."""
   shapes = jax.eval_shape(core.init, jax.random.key(0), X)["params"]
   generator = np.random.default_rng(1)
   return jax.tree.map(lambda x: jnp.float32(generator.standard_normal(x.shape) / 3), shapes)
