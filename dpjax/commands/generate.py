@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dpjax import files
 from dpjax.commands.command_line import Parser, path, require_run, start
@@ -20,7 +20,7 @@ from dpjax.config import schema
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
-  from dpjax.generation.generator import Piece
+  from dpjax.generation.generator import Piece, Sampling
   from dpjax.runs import Run
 
 _MAX_SAMPLES = 4096  # All are rows of one batch.
@@ -49,6 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def _generate(options: Namespace) -> None:
   from dpjax import runs
+  from dpjax.generation.generator import Sampling
 
   folder = require_run(options)
   if not 1 <= options.num_samples <= _MAX_SAMPLES:
@@ -60,12 +61,9 @@ def _generate(options: Namespace) -> None:
   for name in sample:
     if getattr(options, name) is not None:
       sample[name] = getattr(options, name)
-  settings = {
-    **sample,
-    "seed": options.seed,
-    "num_samples": options.num_samples,
-    "stop": options.stop,
-  }
+  settings = Sampling(
+    **sample, seed=options.seed, num_samples=options.num_samples, stop=options.stop
+  )
   try:
     _write(run, default_prompt if prompt is None else prompt, settings, not options.json)
   except BrokenPipeError:  # The reader closed the pipe; Python would complain again at exit.
@@ -121,7 +119,7 @@ class Sampled:
     ]
 
 
-def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> None:
+def _write(run: "Run", prompt: str, settings: "Sampling", is_text: bool) -> None:
   import jax
 
   is_first = jax.process_index() == 0
@@ -130,7 +128,7 @@ def _write(run: "Run", prompt: str, settings: dict[str, Any], is_text: bool) -> 
   pieces = run.stream(prompt, **settings)
   prints = is_text and is_first
   if prints:
-    head = "--- sample 1 ---\n" if settings["num_samples"] > 1 else ""
+    head = "--- sample 1 ---\n" if settings.get("num_samples", 1) > 1 else ""
     print(f"{head}{prompt}", end="", flush=True)
   sampled = Sampled()
   begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """Trains a model: dpjax train --config=quickstart --workdir=runs/quickstart.
 
-Run again, it resumes the run in the folder, as dpjax train runs/quickstart does. To train longer:
-dpjax train runs/quickstart --config.train.num_steps=800
+Run again, it resumes the run in the folder, as dpjax train runs/quickstart does. With a setting
+that may change: dpjax train runs/quickstart --config.train.log_every_steps=10
 """
 
 import re
