@@ -207,7 +207,7 @@ def _setting(parameter: inspect.Parameter, hint: object) -> Setting | None:
     value_type = next((x for x in _SIMPLE if x in member_types), None)
     if value_type is None or default not in (None, _REQUIRED):
       return None
-  if type(default) is int and float in members and int not in members:
+  if value_type is int and isinstance(default, int) and float in members and int not in members:
     default = float(default)  # `rate: float = 1` may be 0.5
     value_type = float
   # A required setting is None until it is set.
