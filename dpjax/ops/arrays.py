@@ -212,8 +212,11 @@ def integer(name: str, value: object, least: int = 1, most: int = _MAX_INT) -> i
 def _is_integer(value: object) -> TypeGuard[int]:
   if isinstance(value, bool | np.bool_ | core.Tracer):
     return False
-  is_scalar = np.ndim(value) == 0 and jnp.issubdtype(getattr(value, "dtype", object), jnp.integer)
-  return isinstance(value, int) or is_scalar
+  if isinstance(value, int):
+    return True
+  # What has no dtype is no array, whatever else it is.
+  dtype = getattr(value, "dtype", object)
+  return getattr(value, "ndim", None) == 0 and jnp.issubdtype(dtype, jnp.integer)
 
 
 def integers(**values: object) -> None:

@@ -49,7 +49,7 @@ def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
   if reach_bt is not None:
     reach_bt = jnp.pad(reach_bt, ((0, 0), (0, missing)))
   with arrays.reverse_mode(f"block_size: expected {length} or more"):
-    y_hbte = _attend_tiles(dropout_rate, size, tiles, reach_bt, key)
+    y_hbte = jnp.asarray(_attend_tiles(dropout_rate, size, tiles, reach_bt, key))
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
