@@ -163,8 +163,36 @@ def test_a_mixer_that_does_not_say_that_it_separates_documents_is_broken(min_gru
   testing.check_mixer(Joins, relations=["documents"])
 
 
+def test_weights_of_another_size_are_noticed():
+  class Plain(layers.Mixer):
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      return self.make_out(inputs.shape[-1])(inputs), cache
+
+    def make_out(self, width):
+      return nn.Dense(width, name="out")
+
+  class Unscaled(Plain):
+    def make_out(self, width):
+      return layers.linear(self, width, "out")
+
+  class Right(Plain):
+    def make_out(self, width):
+      return layers.linear(self, width, "out", scale=self.out_scale)
+
+  for mixer, message in (
+    (Plain, "init_std has no effect"),
+    (Unscaled, "out_scale has no effect on out"),
+  ):
+    with pytest.raises(AssertionError, match=rf"(?s)^initial_values: .*{message}"):
+      testing.check_mixer(mixer, relations=["initial_values"])
+  testing.check_mixer(Right, relations=["initial_values"])
+
+
 def test_a_breakage_is_known_of_every_relation():
-  assert {"refusals", *(relation for relation, *_ in BROKEN)} == {*testing.RELATIONS}
+  assert {"refusals", "initial_values", *(relation for relation, *_ in BROKEN)} == {
+    *testing.RELATIONS
+  }
 
 
 def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
@@ -194,7 +222,7 @@ class AddPrevious(layers.Mixer):
 
   @nn.compact
   def mix(self, inputs, context, cache):
-    x_btd = nn.Dense(inputs.shape[-1], dtype=self.dtype)(inputs)
+    x_btd = layers.linear(self, inputs.shape[-1], "both", use_bias=True)(inputs)
     return x_btd + jnp.pad(x_btd, ((0, 0), (1, 0), (0, 0)))[:, :-1] / 2, cache
 
 

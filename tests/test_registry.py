@@ -74,6 +74,26 @@ def test_settings_of_functions_are_their_arguments():
   assert "learning_rate" not in registry.optimizers.settings("adam")
 
 
+@pytest.mark.parametrize(
+  ("error", "raised", "message"),
+  [
+    (ValueError("rate: expected less"), dpjax.UserError, "^model.mixer.rate: expected less$"),
+    (ValueError("expected another day"), dpjax.UserError, "^model.mixer: expected another day$"),
+    (TypeError("a fault of the mixer"), TypeError, "^a fault of the mixer$"),
+  ],
+)
+def test_only_errors_that_name_a_setting_are_of_that_setting(mixers, error, raised, message):
+  class Fails(Decay):
+    def __post_init__(self):
+      raise error
+
+  dpjax.register_mixer("fails", Fails)
+  config = dpjax.config.default()
+  config.model.mixer = dpjax.config.mixer("fails")
+  with pytest.raises(raised, match=message):
+    dpjax.config.check(config)
+
+
 @dataclasses.dataclass
 class RareText(TextBoundaries):
   """Letters that are rare in the train split."""
@@ -97,7 +117,7 @@ class AfterRare(Boundaries):
   share: float = 0.05
   others: str = ""
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     return layers.BoundaryOutput(jnp.zeros_like(tokens))
 
   @property

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
   from dpjax.layers.boundaries import StageOutput as StageOutput
   from dpjax.layers.boundaries import Whitespace as Whitespace
   from dpjax.layers.common import Norm as Norm
+  from dpjax.layers.common import check_settings as check_settings
+  from dpjax.layers.common import linear as linear
+  from dpjax.layers.common import symmetric_uniform as symmetric_uniform
   from dpjax.layers.dispatcher import Dispatcher as Dispatcher
   from dpjax.layers.dispatcher import MultiHeadDispatcher as MultiHeadDispatcher
   from dpjax.layers.embeddings import TokenAndPosition as TokenAndPosition

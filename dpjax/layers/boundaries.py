@@ -30,13 +30,13 @@ class BoundaryOutput(NamedTuple):
   """The ends of segments: boundaries, [B, T], 0 or 1, integers, or floats that pass a gradient.
 
   A predictor also gives its logits, [B, T]. Probabilities, [B, T], are needed where the reader of
-  segments uses them. The state is what `init_state` begins, after these tokens.
+  segments uses them. The cache is that of `find` after these tokens.
   """
 
   boundaries: jax.Array
   logits: jax.Array | None = None
   probabilities: jax.Array | None = None
-  state: Cache = ()
+  cache: Cache = ()
 
 
 class StageOutput(NamedTuple):
@@ -52,7 +52,11 @@ class StageOutput(NamedTuple):
 
 
 class Boundaries(nn.Module):
-  """The base class: fields are settings, and every method has a default.
+  """The base class: fields are settings; a subclass writes `find`.
+
+  To generate with a cache it also writes `init_cache`, which returns () if `find` needs to know
+  nothing of earlier tokens. Without it, generation takes full passes. All other methods have a
+  default.
 
   Attributes:
     separates_documents: whether it reads `context.document_starts`; if not, the model refuses rows
@@ -106,8 +110,8 @@ class Boundaries(nn.Module):
 
   @property
   def has_cache(self) -> bool:
-    """Whether it has an `init_state`, from which generation can continue."""
-    return True
+    """Whether the class has `init_cache`."""
+    return type(self).init_cache is not Boundaries.init_cache
 
   def resolve(self, tokenizer: Any) -> dict[str, Any]:
     """Settings that follow from the tokenizer; raises a `ValueError` if it is unsuitable."""
@@ -123,7 +127,7 @@ class Boundaries(nn.Module):
     hidden: jax.Array,
     tokens: jax.Array | None,
     context: Context,
-    state: Cache,
+    cache: Cache,
     noise: jax.Array | None,
   ) -> BoundaryOutput:
     """Finds where segments end; each boundary may depend only on the tokens so far.
@@ -131,8 +135,8 @@ class Boundaries(nn.Module):
     Args:
       hidden: [B, T, D], the output of the first stack.
       tokens: [B, T], ids; None if the vectors are segments.
-      context: see `dpjax.layers.Context`; `num_before` is set if there is a state.
-      state: from `init_state` or the last call, to continue rows; None begins rows.
+      context: see `dpjax.layers.Context`; `num_before` is set if there is a cache.
+      cache: None for whole rows, or from `init_cache` or the previous call.
       noise: [B, T] in (0, 1), instead of a draw.
     """
     raise NotImplementedError
@@ -143,7 +147,7 @@ class Boundaries(nn.Module):
     tokens: jax.Array | None,
     context: Context | None = None,
     *,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     document_starts: jax.Array | None = None,
     noise: jax.Array | None = None,
   ) -> BoundaryOutput:
@@ -163,22 +167,22 @@ class Boundaries(nn.Module):
     self,
     hidden: jax.Array,
     tokens: jax.Array | None,
-    state: Cache,
+    cache: Cache,
     context: Context,
     *,
     noise: jax.Array | None = None,
   ) -> BoundaryOutput:
     """The ends of segments among the next positions; `context.num_before` counts those before."""
     self._check_noise(noise)
-    return self.find(hidden, tokens, context, state, noise)
+    return self.find(hidden, tokens, context, cache, noise)
 
   def _check_noise(self, noise: jax.Array | None) -> None:
     if noise is not None and not self.is_stochastic:
       raise ValueError(f"noise: expected none for {type(self).__name__}, got some")
 
-  def init_state(self, batch: int, width: int) -> Cache:
-    """The state before the first token, for B rows of width D."""
-    return ()
+  def init_cache(self, batch: int, width: int) -> Cache:
+    """The cache of B rows of width D before the first token, a pytree of arrays."""
+    raise NotImplementedError
 
   def residual(self, hidden: jax.Array) -> jax.Array:
     """What the last stack reads besides the segments, of the first stack's output, [B, T, D]."""
@@ -238,7 +242,7 @@ class Fixed(Boundaries):
       arrays.integer("offset", self.offset, 0, self.shortening_factor - 1)
     super().__post_init__()
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     shape = arrays.check("hidden", hidden, Float[Array, "B T D"]).shape[:2]
     boundaries = ops.fixed_boundaries(
       shape,
@@ -248,6 +252,9 @@ class Fixed(Boundaries):
       document_starts=context.document_starts,
     )
     return BoundaryOutput(boundaries)
+
+  def init_cache(self, batch: int, width: int) -> Cache:
+    return ()
 
   @property
   def segment_length(self) -> float:
@@ -271,9 +278,12 @@ class Whitespace(Boundaries):
   pooling: str = "mean"
   num_buckets: int = 5
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     assert tokens is not None
     return BoundaryOutput(ops.whitespace_boundaries(tokens, self.space_ids))
+
+  def init_cache(self, batch: int, width: int) -> Cache:
+    return ()
 
   def resolve(self, tokenizer):
     space_ids = self.space_ids or tokenizer.space_ids
@@ -306,21 +316,21 @@ class SpaceByte(Boundaries):
   pooling: str = "mean"
   num_buckets: int = 5
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     assert tokens is not None
     boundaries = ops.spacelike_boundaries(
       tokens,
       self.space_ids,
       self.end_ids,
-      previous=state,
+      previous=cache,
       document_starts=context.document_starts,
     )
-    if state is None:
+    if cache is None:
       return BoundaryOutput(boundaries)
     ends = jnp.isin(tokens, np.asarray(self.end_ids, np.int32))
-    return BoundaryOutput(boundaries, state=newest(state, ends, context.lengths))
+    return BoundaryOutput(boundaries, cache=newest(cache, ends, context.lengths))
 
-  def init_state(self, batch: int, width: int) -> jax.Array:
+  def init_cache(self, batch: int, width: int) -> jax.Array:
     """[B], whether the last token ends with a spacelike byte."""
     return jnp.zeros(batch, bool)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from dpjax import ops
@@ -34,7 +35,7 @@ class _Predicted(Boundaries):
 
   predictor_width: int
   init_std: float = 0.0
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
 
   def setup(self):
     arrays.integers(predictor_width=self.predictor_width)
@@ -46,9 +47,12 @@ class _Predicted(Boundaries):
   def _logits(self, hidden: jax.Array) -> jax.Array:
     return self._predictor(arrays.check("hidden", hidden, Float[Array, "B T D"]))[..., 0]
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     logits = self._logits(hidden)
     return BoundaryOutput((logits > 0).astype(jnp.int32), logits)
+
+  def init_cache(self, batch: int, width: int) -> Cache:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Gumbel(_Predicted):
   def resolve(self, tokenizer):
     return {"space_ids": self.space_ids or tokenizer.space_ids}
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     logits = self._logits(hidden)
     if context.deterministic and not self.sample and noise is None:
       return BoundaryOutput((logits > 0).astype(jnp.int32), logits)  # p > 0.5
@@ -249,7 +253,7 @@ class Routing(Boundaries):
   factor: float = 4.5
   weight: float = 0.03
   num_buckets: int = 5
-  dtype: jnp.dtype = jnp.float32
+  dtype: DTypeLike = jnp.float32
   target_schedule: tuple = ()  # pyright: ignore[reportIncompatibleVariableOverride]
 
   def __post_init__(self):
@@ -270,20 +274,21 @@ class Routing(Boundaries):
     )
     self._residual = nn.Dense(self.width, kernel_init=nn.initializers.zeros, name="residual")
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     hidden = arrays.check("hidden", hidden, Float[Array, f"B T {self.width}"])
     kernels = self._query.astype(self.dtype), self._key.astype(self.dtype)
     probabilities, boundaries = ops.route(
       hidden,
       *kernels,
-      previous=state,
+      previous=cache,
       num_before=context.num_before,
       document_starts=context.document_starts,
     )
-    after = () if state is None else newest(state, hidden, context.lengths)
-    return BoundaryOutput(boundaries, probabilities=probabilities, state=after)
+    after = () if cache is None else newest(cache, hidden, context.lengths)
+    return BoundaryOutput(boundaries, probabilities=probabilities, cache=after)
 
-  def init_state(self, batch: int, width: int) -> jax.Array:
+  def init_cache(self, batch: int, width: int) -> jax.Array:
+    """[B, D], the vector of the last token."""
     return jnp.zeros((batch, width), self.dtype)
 
   def residual(self, hidden):
@@ -300,10 +305,10 @@ class Routing(Boundaries):
     return self.weight * ratio * jnp.sum(weights), None
 
 
-class EntropyState(NamedTuple):
-  """The state of `EntropyThreshold`."""
+class EntropyCache(NamedTuple):
+  """The cache of `EntropyThreshold`."""
 
-  cache: Cache  # the frozen model's
+  frozen: Cache  # the frozen model's
   entropy: jax.Array  # [B], nats, of the last token
   boundary: jax.Array  # [B], 0 or 1
 
@@ -350,26 +355,26 @@ class EntropyThreshold(Boundaries):
   def has_cache(self) -> bool:
     return self.frozen.has_cache
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     assert self.theta is not None
     rule = self.rule, self.theta, self.theta_add
     starts = context.document_starts
     lengths = context.lengths
-    if state is None:
+    if cache is None:
       entropies = ops.conditional_entropy(self.frozen(tokens, document_starts=starts).logits)
       return BoundaryOutput(ops.entropy_threshold(entropies, *rule, document_starts=starts))
-    output, cache = self.frozen.step(tokens, state.cache, lengths=lengths)
+    output, frozen = self.frozen.step(tokens, cache.frozen, lengths=lengths)
     entropies = ops.conditional_entropy(output.logits)
-    previous = state.entropy, state.boundary
+    previous = cache.entropy, cache.boundary
     boundaries = ops.entropy_threshold(entropies, *rule, previous=previous)
-    entropy = newest(state.entropy, entropies, lengths)
-    boundary = newest(state.boundary, boundaries, lengths)
-    return BoundaryOutput(boundaries, state=EntropyState(cache, entropy, boundary))
+    entropy = newest(cache.entropy, entropies, lengths)
+    boundary = newest(cache.boundary, boundaries, lengths)
+    return BoundaryOutput(boundaries, cache=EntropyCache(frozen, entropy, boundary))
 
-  def init_state(self, batch: int, width: int) -> EntropyState:
-    """The state before the first token; the first entropy counts as a rise."""
+  def init_cache(self, batch: int, width: int) -> EntropyCache:
+    """The cache before the first token; the first entropy counts as a rise."""
     none = jnp.full(batch, -jnp.inf, jnp.float32)  # A weak type would compile steps twice.
-    return EntropyState(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
+    return EntropyCache(self.frozen.init_cache(batch), none, jnp.zeros(batch, jnp.int32))
 
 
 def _cross_entropy(

@@ -65,7 +65,10 @@ class SegmentReader(nn.Module):
   ) -> jax.Array:
     """`finish` of the next results of each row, without index 0: [B, N + S, D] -> the same.
 
-    `previous`, [B, D], is what the last token reads; zeros if there is none.
+    Args:
+      results: [B, N + S, D].
+      probabilities: [B, N + S], see `finish`.
+      previous: [B, D], what the last token reads; zeros if there is none.
     """
     raise NotImplementedError
 

@@ -65,7 +65,7 @@ class StageCache(NamedTuple):
     last: likewise.
     segment: the open segment.
     latest: [B, D], the result of the inner stage for the last closed segment.
-    boundaries: the state of `Boundaries.init_state`.
+    boundaries: from `Boundaries.init_cache`.
   """
 
   length: jax.Array
@@ -259,7 +259,7 @@ class Stage(nn.Module):
     y_bcd, last = self._step(self.last, x_bcd, cache.last, context)
     num_new = read.shape[1] if context.lengths is None else context.lengths
     new = StageCache(
-      cache.length + num_new, level.first, last, level.segment, latest, level.output.state
+      cache.length + num_new, level.first, last, level.segment, latest, level.output.cache
     )
     return y_bcd, new
 
@@ -286,6 +286,14 @@ class Stage(nn.Module):
     """Whether all mixers and the boundaries have a cache."""
     return self.first.has_cache and self.last.has_cache and self.boundaries.has_cache
 
+  @property
+  def bounded(self) -> tuple[str, ...]:
+    """See `Stack.bounded`; with the boundaries."""
+    names = (*self.first.bounded, *self.last.bounded)
+    if self.boundaries.is_unbounded:
+      return names
+    return (*names, f"{type(self.boundaries).__name__} boundaries")
+
   def init_cache(self, batch: int, width: int) -> StageCache:
     """The cache of B rows of width D before the first position."""
     return StageCache(
@@ -294,7 +302,7 @@ class Stage(nn.Module):
       self.last.init_cache(batch, width),
       ops.init_segment_cache(batch, width, self.dtype),
       jnp.zeros((batch, width), self.dtype),
-      self.boundaries.init_state(batch, width),
+      self.boundaries.init_cache(batch, width),
     )
 
   def unstack(self, params: Params) -> tuple["Stage", Params]:
@@ -327,7 +335,7 @@ class Stage(nn.Module):
     h_btd: jax.Array,
     tokens: jax.Array | None,
     context: Context,
-    state: Cache,
+    cache: Cache,
     pooling: PoolingHints,
   ) -> BoundaryOutput:
     """The boundaries of the module, or those of the caller."""
@@ -336,10 +344,10 @@ class Stage(nn.Module):
     shape = h_btd.shape[:2]
     if pooling.boundaries is not None and noise is None and module.is_stochastic:
       noise = jnp.full(shape, 0.5)  # The draws are not used.
-    if state is None:
+    if cache is None:
       output = module(h_btd, tokens, context, noise=noise)
     else:
-      output = module.step(h_btd, tokens, state, context, noise=noise)
+      output = module.step(h_btd, tokens, cache, context, noise=noise)
     if pooling.boundaries is None:
       return output
     ops.check_boundaries(pooling.boundaries, shape)

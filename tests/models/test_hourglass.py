@@ -163,11 +163,14 @@ class EveryOther(layers.Boundaries):
 
   has_probabilities: bool = True
 
-  def find(self, hidden, tokens, context, state, noise):
+  def find(self, hidden, tokens, context, cache, noise):
     before = 0 if context.num_before is None else context.num_before[:, None]
     position = before + jnp.arange(tokens.shape[1])[None] + 0 * tokens
     probabilities = 0.5 + 0.4 * jnp.cos(position) if self.has_probabilities else None
     return layers.BoundaryOutput(1 - position % 2, probabilities=probabilities)
+
+  def init_cache(self, batch, width):
+    return ()
 
 
 class Doubled(layers.NullGroup):

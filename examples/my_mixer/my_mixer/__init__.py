@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import dpjax
-from dpjax.layers import Context, Mixer
-from dpjax.layers.common import check_settings
+from dpjax.layers import Context, Mixer, check_settings, linear
 
 
 def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> jax.Array:
@@ -63,8 +62,8 @@ class MinGRU(Mixer):
     """Mixes [B, T, D]; see `dpjax.layers.Mixer`."""
     batch, length, width = inputs.shape
     hidden = width * self.expansion
-    gates = nn.Dense(hidden, dtype=self.dtype, name="gates")(inputs)
-    values = nn.Dense(hidden, dtype=self.dtype, name="values")(inputs)
+    gates = linear(self, hidden, "gates", use_bias=True)(inputs)
+    values = linear(self, hidden, "values", use_bias=True)(inputs)
     z_bte = nn.sigmoid(gates.astype(jnp.float32))
     v_bte = values.astype(jnp.float32)
     v_bte = jnp.where(v_bte >= 0, v_bte + 0.5, nn.sigmoid(v_bte))
@@ -78,7 +77,8 @@ class MinGRU(Mixer):
       decay_bte = jnp.where(context.document_starts[..., None] > 0, 0, decay_bte)
     state = self.init_cache(batch, width) if cache is None else cache
     h_bte = linear_recurrence(decay_bte, z_bte * v_bte, state)
-    return nn.Dense(width, dtype=self.dtype, name="out")(h_bte), h_bte[:, -1]
+    out = linear(self, width, "out", scale=self.out_scale, use_bias=True)
+    return out(h_bte.astype(self.dtype)), h_bte[:, -1]
 
   def init_cache(self, batch: int, width: int) -> jax.Array:
     """The state, [B, E]."""

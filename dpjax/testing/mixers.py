@@ -279,6 +279,33 @@ def _no_key(case: _Case) -> None:
   np.testing.assert_array_equal(*both(case.draw()))
 
 
+def _initial_values(case: _Case) -> None:
+  """`init_std` is the standard deviation of the initial weights; `out_scale` a factor of "out".
+
+  A mixer whose weights ignore them would not notice the model's `init_std` and `scale_outputs`.
+  `dpjax.layers.linear(self, features, name)` makes a linear layer that does as they say.
+  """
+
+  def initialize(**settings):
+    module = case().clone(**settings)
+    params = jax.jit(module.init)(jax.random.key(0), case.draw()).get("params", {})
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+  def changed(params, factor):
+    """The names of arrays that are so many times the usual ones; all others must be equal."""
+    names = [name for name in usual if not np.array_equal(params[name], usual[name])]
+    for name in names:
+      np.testing.assert_array_equal(params[name], factor * usual[name], f"{name} by {factor}")
+    return names
+
+  usual = initialize(init_std=0.5)
+  widened = changed(initialize(init_std=1.0), 2)
+  _expect(not usual or len(widened) > 0, "init_std has no effect")
+  scaled = changed(initialize(init_std=0.5, out_scale=0.25), 0.25)
+  has_out = "['out']['kernel']" in usual
+  _expect(not has_out or "['out']['kernel']" in scaled, "out_scale has no effect on out")
+
+
 def _gradients(case: _Case) -> None:
   """Every number of every parameter has a finite, nonzero gradient.
 
@@ -470,6 +497,7 @@ RELATIONS: dict[str, Callable[[_Case], None]] = {
   "bfloat16": _bfloat16,
   "dropout": _dropout,
   "no_key": _no_key,
+  "initial_values": _initial_values,
   "gradients": _gradients,
   "chunks": _chunks,
   "tokens": _tokens,
