@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpjax import errors
 from dpjax.config.setting import ConfigDict, Setting, Settings, Value, as_tuple
+from dpjax.config.supplied import BoundariesFields, MixerFields
 from dpjax.errors import UserError
 
 if TYPE_CHECKING:
@@ -181,13 +182,21 @@ class Registry(Generic[T]):
     return partial(component, **values, **accepted)
 
   def build(self, section: Settings, key: str, **supplied: Any) -> T:
-    """Makes the component of a section, like `maker`; a `UserError` if it rejects a setting."""
+    """Makes the component of a section, like `maker`; a `UserError` if it rejects a setting.
+
+    A component does so with a `ValueError` whose message begins with the setting's name.
+    """
+    make = self.maker(section, **supplied)
     try:
-      return self.maker(section, **supplied)()
-    except ValueError as error:
-      raise UserError(f"{key}.{error}") from error
+      inspect.signature(make.func).bind(**make.keywords)
     except TypeError as error:  # A field without a default is missing.
       raise UserError(f"{key}: expected a component that can be made, got {error}") from error
+    try:
+      return make()
+    except ValueError as error:
+      field = str(error).partition(":")[0]
+      separator = "." if field in section or field in supplied else ": "
+      raise UserError(f"{key}{separator}{error}") from error
 
 
 def _name(component: object) -> tuple[str, str]:
@@ -314,7 +323,7 @@ def _tokenizers() -> "dict[str, Callable[..., Tokenizer]]":
 mixers = Registry(
   "mixer",
   _mixers,
-  supplied=("max_length", "position_dropout", "init_std", "dtype", "out_scale"),
+  supplied=MixerFields._fields,
   required="max_length",
   free=("implementation",),
   of_builder={"has_feed_forward": Setting(True, "whether a feed-forward network follows")},
@@ -322,7 +331,7 @@ mixers = Registry(
 boundaries = Registry(
   "boundaries",
   _boundaries,
-  supplied=("width", "predictor_width", "init_std", "dtype", "frozen"),
+  supplied=BoundariesFields._fields,
   free=("num_buckets",),
   paths=("file", "run"),
 )

@@ -5,6 +5,7 @@ import math
 
 from dpjax.config import registry, schema, sections
 from dpjax.config.setting import MAX_FLOAT, ConfigDict, Settings
+from dpjax.config.supplied import boundaries_fields, mixer_fields
 from dpjax.errors import UserError
 
 _BYTES_PER_TOKEN = 4.6  # for GPT-2
@@ -104,9 +105,8 @@ def _check_stage(key: str, stage: Settings) -> None:
 
 
 def _build_boundaries(key: str, stage: Settings):
-  supplied = {name: stage[name] for name in ("width", "init_std", "dtype")}
-  supplied["predictor_width"] = stage["feed_forward_width"]
-  return registry.boundaries.build(stage["boundaries"], f"{key}.boundaries", **supplied)
+  fields = boundaries_fields(stage)._asdict()
+  return registry.boundaries.build(stage["boundaries"], f"{key}.boundaries", **fields)
 
 
 def stage_multipliers(config: Settings) -> tuple[float, ...]:
@@ -159,8 +159,7 @@ def _is_ours(mixer: Settings) -> bool:
 
 def _check_mixer(key: str, mixer: Settings, stage: Settings) -> None:
   """Builds a mixer, which checks its settings, and asks it whether it suits the stage's width."""
-  supplied = {name: stage[name] for name in ("init_std", "dtype", "max_length")}
-  built = registry.mixers.build(mixer, key, position_dropout=stage["dropout"], **supplied)
+  built = registry.mixers.build(mixer, key, **mixer_fields(stage)._asdict())
   if not hasattr(built, "check_width"):  # No mixer: the model refuses it.
     return
   try:

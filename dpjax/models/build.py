@@ -1,5 +1,6 @@
 """Builds models from settings: the only place where names of components become modules."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.config import registry, rules, sections
 from dpjax.config.setting import ConfigDict
+from dpjax.config.supplied import boundaries_fields, mixer_fields
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries
@@ -131,8 +133,8 @@ def build_boundaries(model_config: Mapping) -> tuple[Boundaries, ...]:
 
 
 def _build_boundaries(model: Mapping, frozen: LanguageModel | None = None) -> Boundaries:
-  sizes = dict(width=model["width"], predictor_width=model["feed_forward_width"])
-  return registry.boundaries.maker(model["boundaries"], frozen=frozen, **sizes, **_drawn(model))()
+  fields = boundaries_fields(model, frozen)._asdict()
+  return registry.boundaries.maker(model["boundaries"], **fields)()
 
 
 def _check_frozen(model: Mapping, frozen: LanguageModel | None) -> None:
@@ -176,15 +178,9 @@ def _stack(model: Mapping, mixer: Any, num_layers: int, place: _Place, has_norm:
 
 
 def _block(model: Mapping, section: Mapping, place: _Place) -> Block:
-  drawn = _drawn(model)
-  if model["scale_outputs"]:
-    drawn["out_scale"] = place.num_branches**-0.5
-  mixer = registry.mixers.maker(
-    section,
-    max_length=model["max_length"] + place.depth,  # with the null groups
-    position_dropout=model["dropout"],
-    **drawn,
-  )
+  out_scale = place.num_branches**-0.5 if model["scale_outputs"] else 1.0
+  fields = mixer_fields(model, depth=place.depth, out_scale=out_scale)._asdict()
+  mixer = registry.mixers.maker(section, **fields)
   network = None
   if section["has_feed_forward"]:
     network = FeedForward(
@@ -192,7 +188,8 @@ def _block(model: Mapping, section: Mapping, place: _Place) -> Block:
       model["activation"],
       model["hidden_dropout"],
       use_bias=model["use_bias"],
-      **drawn,
+      out_scale=out_scale,
+      **_drawn(model),
     )
   return Block(
     mixer(),
@@ -206,14 +203,22 @@ def _block(model: Mapping, section: Mapping, place: _Place) -> Block:
 
 def _relative_positions(stacks: Sequence[Stack]) -> nn.Module | None:
   """The positions that mixers share, if any."""
-  mixers = [mixer for stack in stacks for mixer in stack.mixers]
-  shared = [mixer.make_positions()() for mixer in mixers if hasattr(mixer, "make_positions")]
-  if any(other != shared[0] for other in shared):
-    raise UserError(
-      "model.mixer, model.first.mixer, model.last.mixer: expected mixers "
-      "that can share their positions, got other settings"
-    )
+  made = [mixer.make_positions() for stack in stacks for mixer in stack.mixers]
+  shared = [module for module in made if module is not None]
+  for other in shared:
+    if other != shared[0]:
+      raise UserError(
+        "model.mixer, model.first.mixer, model.last.mixer: expected mixers that share their "
+        f"positions to make equal ones, got {_describe(shared[0])} and {_describe(other)}"
+      )
   return shared[0] if shared else None
+
+
+def _describe(module: nn.Module) -> str:
+  """A module's class and fields, in one line."""
+  fields = [field for field in dataclasses.fields(module) if field.name not in ("parent", "name")]
+  values = [f"{field.name}={getattr(module, field.name)}" for field in fields]
+  return f"{type(module).__name__}({', '.join(values)})"
 
 
 def pad_id(settings: ConfigDict) -> int:
