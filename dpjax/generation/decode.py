@@ -23,6 +23,7 @@ from jaxtyping import Array, Integer, PyTree
 from dpjax.generation import sampling
 from dpjax.ops import arrays
 from dpjax.ops.arrays import typed
+from dpjax.ops.documents import check_lengths
 
 Step = Callable[[jax.Array, PyTree, jax.Array | None], tuple[jax.Array, PyTree]]
 
@@ -52,10 +53,13 @@ def begin(
     prompt: P >= 1, each row padded at its end.
     lengths: in 1 .. P: the number of tokens in each prompt.
     chunk: the maximum number of positions in one call of the model; 0 means all.
+
+  Raises:
+    ValueError: an argument is not as above.
   """
   arrays.check_not_empty(prompt=prompt)
   prompt = prompt.astype(jnp.int32)
-  lengths = lengths.astype(jnp.int32)
+  lengths = check_lengths(lengths, prompt.shape[1], least=1)
   last_b1 = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)
   batch, length = prompt.shape
   size = min(chunk or length, length)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 from flax import struct
 from jaxtyping import PRNGKeyArray, PyTree
 
-from dpjax.config import registry, rules, schema, sections
+from dpjax.config import rules, schema
 from dpjax.config.schema import Sample
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
@@ -176,11 +177,7 @@ class Generator:
       if not isinstance(prompt, str):
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_characters(self._tokenizer, prompt)
-      check_prompt(self._settings, self._tokenizer, prompt, "prompt", sample)
-    if sample.overflow == "continue" and not self._has_cache:
-      raise UserError(
-        "overflow: expected slide or error with a mixer that has no cache, got continue"
-      )
+      check_prompt(self._model, self._window, self._tokenizer, prompt, "prompt", sample)
     stops = _stop_texts(stop)
     rows = []
     for prompt in prompts:
@@ -355,13 +352,17 @@ class Generator:
 
 
 def check_prompt(
-  model: ConfigDict, tokenizer: Tokenizer, prompt: str, name: str, sample: Sample | ConfigDict
+  model: nn.Module,
+  window: int,
+  tokenizer: Tokenizer,
+  prompt: str,
+  name: str,
+  sample: Sample | ConfigDict,
 ) -> None:
   """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
   length = len(tokenizer.encode(prompt))
   if tokenizer.begins_texts:
     length += 1
-  window = model.max_length
   if sample.overflow != "continue":
     if length > window:
       raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
@@ -372,16 +373,12 @@ def check_prompt(
         f"model's window has {window}), got {sample.length}; or another overflow"
       )
     return
-  mixers = dict.fromkeys(x["name"] for x in sections.mixers_in(model).values())
-  bounded = [x for x in mixers if not getattr(registry.mixers.component(x), "is_unbounded", True)]
-  boundaries = model.boundaries.name
-  if sections.is_pooled(model) and not registry.boundaries.component(boundaries).is_unbounded:
-    bounded.append(f"{boundaries} boundaries")
-  if model.positions == "learned":
-    bounded.append("learned positions")
+  if not getattr(model, "has_cache", False):
+    raise UserError("overflow: expected slide or error with a model without a cache, got continue")
+  bounded = getattr(model, "bounded", ())
   if bounded and max(1, length) + sample.length - 1 > window:
     raise UserError(
-      f"overflow: expected slide or error with {' and '.join(bounded)}, which ends with "
+      f"overflow: expected slide or error with {' and '.join(bounded)}, for which a row ends with "
       f"the model's window of {window} tokens, got continue"
     )
 

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-T = TypeVar("T")
+T = TypeVar("T", bound=nn.Module)
 
 # Operations that move numbers of their first operand and change none.
 _LAYOUTS = {
@@ -68,17 +68,20 @@ def only_cast(
   return jax.tree.unflatten(structure, is_cast[: len(leaves)])
 
 
-def with_dtype(x: T, dtype: DTypeLike) -> T:
+def with_dtype(module: T, dtype: DTypeLike) -> T:
   """Sets the field `dtype` of a module, and of all modules in its fields."""
-  if isinstance(x, tuple):
-    return type(x)(with_dtype(y, dtype) for y in x)
-  if not isinstance(x, nn.Module):
-    return x
-  names = {field.name for field in dataclasses.fields(x)} - {"parent", "name"}
-  changes = {name: with_dtype(getattr(x, name), dtype) for name in names}
+  names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
+
+  def change(x):
+    return with_dtype(x, dtype) if isinstance(x, nn.Module) else x
+
+  changes = {}
+  for name in names:
+    field = getattr(module, name)
+    changes[name] = jax.tree.map(change, field, is_leaf=lambda x: isinstance(x, nn.Module))
   if "dtype" in names:
     changes["dtype"] = jnp.dtype(dtype)
-  return x.clone(**changes)
+  return module.clone(**changes)
 
 
 def _only_cast(jaxpr: Jaxpr, results: Sequence[bool], dtype: jnp.dtype) -> list[bool]:

@@ -4,7 +4,6 @@ B batch, T position, H head, E feature of a head, D width, R distance.
 """
 
 import math
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -307,10 +306,10 @@ class RelativeAttention(_Attention):
     check_settings(self, rates=("position_dropout",))
     super().__post_init__()
 
-  def make_positions(self) -> partial[SharedPositions]:
-    """Makes the positions and biases that all layers of a model share."""
-    return partial(
-      SharedPositions, self.num_heads, self.position_dropout, self.init_std, self.dtype
+  def make_positions(self) -> SharedPositions:
+    """The positions and biases that all layers of a model share."""
+    return SharedPositions(
+      self.num_heads, self.position_dropout, self.init_std, self.dtype, parent=None
     )
 
   @nn.compact
@@ -361,7 +360,7 @@ class RelativeAttention(_Attention):
     """The positions that the model shares, or the layer's own."""
     positions = context.positions
     if positions is None:
-      shared = self.make_positions()(name="positions")
+      shared = self.make_positions().clone(parent=self, name="positions")
       positions = shared(length, width, deterministic=context.deterministic)
     if len(positions.table) < length:
       raise ValueError(

@@ -105,7 +105,7 @@ class Block(nn.Module):
     inputs: jax.Array,
     context: Context | None = None,
     *,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T, D] -> [B, T, D], for whole rows; for the arguments see `Mixer`."""
@@ -137,7 +137,7 @@ class Block(nn.Module):
     if self.feed_forward is None:
       return x_btd, cache
     if self.feed_forward_norm is None:
-      raise UserError("feed_forward_norm: expected a norm beside a feed-forward network, got None")
+      raise ValueError("feed_forward_norm: expected a norm beside a feed-forward network, got None")
     branch_btd = self._normed(self.feed_forward_norm, x_btd)
     branch_btd = self.feed_forward(branch_btd, deterministic=context.deterministic)
     return self._add(self.feed_forward_norm, x_btd, branch_btd, context), cache

@@ -55,7 +55,7 @@ class TokenAndPosition(nn.Module):
     tokens: jax.Array,
     context: Context | None = None,
     *,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """[B, T] token ids -> [B, T, D].
@@ -67,7 +67,7 @@ class TokenAndPosition(nn.Module):
     Args:
       tokens: [B, T], integers in [0, V).
       context: what a model hands on, in place of the keywords.
-      deterministic: False in training.
+      deterministic: False in training; None: True.
       document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:

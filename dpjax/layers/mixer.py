@@ -56,26 +56,32 @@ class Context(struct.PyTreeNode):
 def as_context(
   context: Context | None,
   *,
-  deterministic: bool = True,
+  deterministic: bool | None = None,
   document_starts: jax.Array | None = None,
   lengths: jax.Array | None = None,
 ) -> Context:
   """The context of a call: the one that a layer hands on, or that of a user's keywords.
 
+  `deterministic` is True unless it is passed.
+
   Raises:
     ValueError: both are passed.
   """
   if context is None:
-    return Context(deterministic=deterministic, document_starts=document_starts, lengths=lengths)
+    return Context(
+      deterministic=True if deterministic is None else deterministic,
+      document_starts=document_starts,
+      lengths=lengths,
+    )
   passed = []
-  if not deterministic:
+  if deterministic is not None:
     passed.append("deterministic")
   if document_starts is not None:
     passed.append("document_starts")
   if lengths is not None:
     passed.append("lengths")
   if passed:
-    raise UserError(
+    raise ValueError(
       f"{', '.join(passed)}: expected a field of the context, got a keyword beside it"
     )
   return context
@@ -92,9 +98,6 @@ class Mixer(nn.Module, kw_only=True):
   A subclass writes `mix`, and `init_cache` if it has a cache; the base class checks the inputs. A
   mixer is causal, treats the rows of a batch independently, and takes any 1 <= T <= `max_length`.
   Without `init_cache`, generation takes full passes.
-
-  Mixers may share positions across layers: the method `make_positions` returns a function that
-  makes a module, whose result all such mixers of a model receive as `context.positions`.
 
   Attributes:
     separates_documents: whether it reads `context.document_starts`. Each document then has the
@@ -140,6 +143,14 @@ class Mixer(nn.Module, kw_only=True):
     writes it.
     """
 
+  def make_positions(self) -> nn.Module | None:
+    """The module of positions that this mixer shares with the other layers of a model, or None.
+
+    A model calls one such module, `module(length, width, deterministic=...)`, for all mixers that
+    make equal ones, and hands them its result as `context.positions`.
+    """
+    return None
+
   @property
   def has_cache(self) -> bool:
     """Whether the class has `init_cache`."""
@@ -150,7 +161,7 @@ class Mixer(nn.Module, kw_only=True):
     inputs: jax.Array,
     context: Context | None = None,
     *,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     document_starts: jax.Array | None = None,
   ) -> jax.Array:
     """Mixes whole rows, [B, T, D] -> [B, T, D].
@@ -158,7 +169,7 @@ class Mixer(nn.Module, kw_only=True):
     Args:
       inputs: [B, T, D].
       context: what a model hands on, in place of the keywords.
-      deterministic: False in training.
+      deterministic: False in training; None: True.
       document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:
@@ -199,7 +210,7 @@ class Mixer(nn.Module, kw_only=True):
     context = as_context(context, lengths=lengths)
     inputs = self._check_inputs(inputs)
     if context.document_starts is not None:
-      raise UserError(
+      raise ValueError(
         "document_starts: expected None with a cache, whose rows are one document each"
       )
     if not self.is_unbounded:

@@ -153,6 +153,12 @@ class Hourglass(nn.Module):
     """Whether all stages and the innermost layers have a cache."""
     return self.layers.has_cache and all(stage.has_cache for stage in self.stages)
 
+  @property
+  def bounded(self) -> tuple[str, ...]:
+    """See `Stack.bounded`; of all stages and the innermost layers."""
+    names = [name for stage in self.stages for name in stage.bounded]
+    return (*names, *self.layers.bounded)
+
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D before the first token."""
     caches = []

@@ -191,6 +191,14 @@ class LanguageModel(nn.Module):
     """Whether all mixers have a cache; else each new token takes a pass over the window."""
     return self.core.has_cache
 
+  @property
+  def bounded(self) -> tuple[str, ...]:
+    """The parts that end with `max_length` also with a cache, by name; () if rows may go on."""
+    names = self.core.bounded
+    if self.positions == "learned":
+      names = (*names, "learned positions")
+    return tuple(dict.fromkeys(names))
+
   def init_cache(self, batch: int) -> LanguageModelCache:
     """The cache of B rows before the first token; it needs no parameters."""
     return LanguageModelCache(jnp.zeros(batch, jnp.int32), self.core.init_cache(batch, self.width))

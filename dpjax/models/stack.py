@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray, PyTree
 
 from dpjax import ops
-from dpjax.errors import UserError
 from dpjax.layers.block import Block
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Cache, Context, Mixer
@@ -39,7 +38,7 @@ class Stack(nn.Module):
     num_layers: N, the number of layers.
     blocks: P `dpjax.layers.Block`s, P <= N.
     out_norm: a norm after the last layer, or None.
-    scan_layers: whether to compile P layers and loop over them, or to compile all.
+    scan_layers: whether to compile the P blocks once and loop over them, or to compile N layers.
     remat: whether to keep only each layer's input for the gradient.
     residual_dtype: the dtype of the sum of branches and of the result; None: the input's.
 
@@ -56,8 +55,8 @@ class Stack(nn.Module):
 
   def __post_init__(self):
     arrays.integer("num_layers", self.num_layers)
-    if not self.blocks or not all(hasattr(block, "mixer") for block in self.blocks):
-      raise UserError(f"blocks: expected a tuple of layers.Block, got {self.blocks!r}")
+    if not self.blocks or not all(isinstance(block, Block) for block in self.blocks):
+      raise ValueError(f"blocks: expected a tuple of layers.Block, got {self.blocks!r}")
     super().__post_init__()
 
   def __call__(
@@ -167,7 +166,7 @@ class Stack(nn.Module):
   @property
   def shares_positions(self) -> bool:
     """Whether some of its mixers take `context.positions`."""
-    return any(hasattr(mixer, "make_positions") for mixer in self.mixers)
+    return any(mixer.make_positions() is not None for mixer in self.mixers)
 
   @property
   def max_length(self) -> int:
@@ -178,6 +177,11 @@ class Stack(nn.Module):
   def has_cache(self) -> bool:
     """Whether its mixers have a cache."""
     return all(mixer.has_cache for mixer in self.mixers)
+
+  @property
+  def bounded(self) -> tuple[str, ...]:
+    """The classes of its mixers whose rows end with `max_length`, by name."""
+    return tuple(type(mixer).__name__ for mixer in self.mixers if not mixer.is_unbounded)
 
   def init_cache(self, batch: int, width: int) -> tuple[Cache, ...]:
     """A cache for each layer, for B rows of width D."""

@@ -41,13 +41,13 @@ def document_positions(document_starts: Starts[Array, "B T"]) -> Int32[Array, "B
   return position_bt - lax.cummax(jnp.where(document_starts.astype(bool), position_bt, 0), axis=1)
 
 
-def check_lengths(lengths: Integer[Array, "B"], chunk: int) -> Int32[Array, "B"]:
-  """The number of valid tokens in each row, as int32; it must be in 0 .. C unless traced."""
+def check_lengths(lengths: Integer[Array, "B"], chunk: int, least: int = 0) -> Int32[Array, "B"]:
+  """The number of valid tokens in each row, as int32; in `least` .. C, unless it is traced."""
   if arrays.is_concrete(lengths):
     values = np.asarray(lengths)
-    is_wrong = (values < 0) | (values > chunk)
+    is_wrong = (values < least) | (values > chunk)
     if is_wrong.any():
-      raise ValueError(f"lengths: expected 0 .. C = {chunk}, got {values[is_wrong][0]}")
+      raise ValueError(f"lengths: expected {least} .. {chunk}, got {values[is_wrong][0]}")
   return jnp.asarray(lengths, jnp.int32)
 
 

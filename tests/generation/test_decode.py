@@ -84,6 +84,13 @@ def test_prompts_of_different_lengths_go_on_by_themselves(chunk):
   assert write(row_sum, empty(3), filled, lengths, 5, 6, **settings) == texts
 
 
+@pytest.mark.parametrize("lengths", [[0, 2, 5], [3, 2, 6]])
+def test_a_prompt_has_at_least_one_token(lengths):
+  prompt = np.ones((3, 5), np.int32)
+  with pytest.raises(ValueError, match="^lengths: expected 1 .. 5, got [06]"):
+    begin(row_sum, empty(3), prompt, np.asarray(lengths))
+
+
 @pytest.mark.parametrize(
   ("prompt_length", "length", "window"),
   [

@@ -188,17 +188,24 @@ def test_models_that_end_with_their_window_say_so():
   last = dict(mixer=dpjax.config.mixer("attention"))
   pooled = dict(boundaries="fixed", last=last, positions="learned")
   for settings, what in (
-    (dict(mixer="attention"), "attention"),
+    (dict(mixer="attention"), "SelfAttention"),
     (dict(mixer="we", positions="learned"), "learned positions"),
-    (dict(mixer="dispatcher", **pooled), "attention and learned positions"),
+    (dict(mixer="dispatcher", **pooled), "SelfAttention and learned positions"),
   ):
     generator, params = make(**settings, seed=None)
-    message = f"overflow: expected slide or error with {what}, which ends with the mod"
+    message = f"overflow: expected slide or error with {what}, for which a row ends with"
     with pytest.raises(ValueError, match=message):
       generator.stream(params, ["abc"], length=20, overflow="continue")
     generator.stream(params, ["abc"], length=19, overflow="continue")
+  # The model itself is asked, whatever its settings are called.
+  attention = make(mixer="attention", seed=None)[0]._model
+  generator = Generator(
+    make(seed=None)[0]._settings, dpjax.config.Sample(), attention, generator._tokenizer
+  )
+  with pytest.raises(ValueError, match="error with SelfAttention, for which a row ends"):
+    generator.stream(params, ["abc"], length=20, overflow="continue")
   generator, params = without_cache()
-  with pytest.raises(ValueError, match="overflow: expected slide or error with a mixer that has"):
+  with pytest.raises(ValueError, match="overflow: expected slide or error with a model without"):
     generator.stream(params, ["abc"], length=3, overflow="continue")
 
 

@@ -105,7 +105,12 @@ def test_a_users_model_calls_and_steps_a_layer(name):
 
 @pytest.mark.parametrize("name", ["dispatcher", "block"])
 @pytest.mark.parametrize(
-  "keywords", [dict(deterministic=False), dict(document_starts=STARTS), dict(lengths=np.ones(2))]
+  "keywords",
+  [
+    *(dict(deterministic=x) for x in (True, False)),
+    dict(document_starts=STARTS),
+    dict(lengths=np.ones(2)),
+  ],
 )
 def test_a_context_and_a_keyword_are_refused(name, keywords):
   layer = make(name)

@@ -177,3 +177,10 @@ REFUSED = [
 def test_refusals(config, message):
   with pytest.raises(ValueError, match=f"^model.{message}"):
     dpjax.build_model(config)
+
+
+def test_layers_that_cannot_share_their_positions_are_named():
+  mixers = [dpjax.config.mixer("relative_attention", num_heads=heads) for heads in (2, 3)]
+  message = r"equal ones, got SharedPositions\(num_heads=2, .*SharedPositions\(num_heads=3, "
+  with pytest.raises(ValueError, match=message):
+    dpjax.build_model(settings(tuple(mixers)))

@@ -194,7 +194,7 @@ def test_lengths_that_a_chunk_does_not_have_are_refused(lengths, wrong):
   model = dpjax.build_model(plain("dispatcher", num_layers=2))
   params = helpers.draw_params(model, 3, 1 / 2)
   words = TOKENS[:3, :4], model.init_cache(3)
-  with pytest.raises(ValueError, match=f"^lengths: expected 0 .. C = 4, got {wrong}(\n|$)"):
+  with pytest.raises(ValueError, match=f"^lengths: expected 0 .. 4, got {wrong}(\n|$)"):
     model.apply({"params": params}, *words, lengths=np.array(lengths), method="step")
 
 

@@ -41,8 +41,8 @@ def make_block(name):
 def make(pair):
   """A model's three layers of two mixers in turn, and what they share."""
   stack = models.Stack(NUM_LAYERS, tuple(make_block(name) for name in pair))
-  shared = [x.make_positions()() for x in stack.mixers if hasattr(x, "make_positions")]
-  return models.Hourglass(stack, shared_positions=shared[0] if shared else None)
+  shared = [mixer.make_positions() for mixer in stack.mixers]
+  return models.Hourglass(stack, shared_positions=shared[0] or shared[1])
 
 
 def draw_params(core):

@@ -134,7 +134,7 @@ def test_a_middle_of_its_own_width():
   params = helpers.draw_params(plain, 3, 1 / 2)
   core = plain.core
   (stage,) = core.stages
-  shared = core.layers.mixers[0].make_positions()()
+  shared = core.layers.mixers[0].make_positions()
   same = core.clone(stages=(stage.clone(inner_width=WIDTH),), shared_positions=shared)
   matrices = dict(widen=jnp.eye(WIDTH), narrow=jnp.eye(WIDTH))
   more = params | dict(stages_0=params["stages_0"] | matrices)

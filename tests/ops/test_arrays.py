@@ -173,7 +173,7 @@ RELATIONS = r"""
   causal_attention_cached(*QKV, SMALL) | queries: expected a chunk of C = 1 .. 6 tokens
   causal_attention_cached(*QKV, FULL) | cache: expected rows of at most M = 8 tokens, got 9
   causal_attention_cached(*LOW_VALUES, CACHE) | values: expected float32, got bfloat16
-  causal_attention_cached(*QKV, CACHE, lengths=np.array([T, 8])) | lengths: expected 0 .. C = 7
+  causal_attention_cached(*QKV, CACHE, lengths=np.array([T, 8])) | lengths: expected 0 .. 7
   rotate(QKV[0][..., :5], floats(1, T, 2)) | inputs: expected an even E
   rotate(QKV[0], floats(1, T, 4)) | angles: expected at most E / 2
   rotary_angles(T, 5) | features: expected an even number
