@@ -205,7 +205,7 @@ def take_turns(
   return {name: np.array(x) for name, x in seconds.items()}
 
 
-def conditions() -> tuple[str, ...]:
+def conditions_of_device() -> tuple[str, ...]:
   """The conditions to measure: a neighbour on the CPU does not disturb an accelerator."""
   import jax
 
@@ -322,7 +322,7 @@ def table(entry: Mapping[str, Any]) -> str:
   return "\n".join([*lines, ""])
 
 
-def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
+def draw_ratios(report: Mapping[str, Any], path: pathlib.Path) -> None:
   """Bars of all ratios, a panel for each case."""
   import matplotlib
 
@@ -362,6 +362,8 @@ def main(
   name: str,
   rounds: int = 9,
   max_seconds: float = 30.0,
+  conditions: Iterable[str] = (),
+  draw: Callable[[Mapping[str, Any], pathlib.Path], None] = draw_ratios,
 ) -> None:
   """A benchmark's command line: measures parts, prints tables, writes a report.
 
@@ -371,6 +373,8 @@ def main(
     name: the name of the report in results/.
     rounds: see `compare`.
     max_seconds: see `compare`.
+    conditions: see `compare`; () for all that the device has.
+    draw: writes the figure of a report.
   """
   parser = argparse.ArgumentParser(description=description.splitlines()[0])
   parser.add_argument(
@@ -401,7 +405,12 @@ def main(
     report["parts"][part] = {"command": command, "machine": describe_machine(), "cases": []}
     for case in parts[part](arguments.quick):
       rounds = LEAST_ROUNDS if arguments.quick else arguments.rounds
-      entry = compare(case, rounds=rounds, max_seconds=max_seconds, conditions=conditions())
+      entry = compare(
+        case,
+        rounds=rounds,
+        max_seconds=max_seconds,
+        conditions=conditions or conditions_of_device(),
+      )
       report["parts"][part]["cases"].append(entry)
       print(table(entry), flush=True)
       if is_written:

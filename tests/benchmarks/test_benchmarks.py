@@ -63,6 +63,7 @@ def test_without_its_base_a_case_is_no_case():
     ("backend", "opaque,row,complex"),
     ("step", "hourglass"),
     ("generation", "operators,models,pooling"),
+    ("long_rows", "layers,steps,tokens"),
   ],
 )
 def test_each_part_runs_and_is_reported(name, parts, tmp_path):
