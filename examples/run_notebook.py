@@ -10,7 +10,9 @@ import base64
 import contextlib
 import io
 import json
+import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ def run(notebook: Path) -> tuple[list[list[dict[str, Any]]], dict[str, Any]]:
 def _outputs(text: str, shown: Any, plt) -> list[dict[str, Any]]:
   figures = [plt.figure(number) for number in plt.get_fignums()]
   found = []
+  # Each run has other temporary folders.
+  text = re.sub(rf"{re.escape(tempfile.gettempdir())}[/\\]\w+", "TEMPORARY", text)
   if text:
     found.append({"name": "stdout", "output_type": "stream", "text": text.splitlines(True)})
   if hasattr(shown, "savefig"):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -101,6 +102,19 @@ def test_the_first_cell_installs_dpjax_where_it_is_missing(tmp_path, monkeypatch
   exec(first, {})
   pip = [sys.executable, "-m", "pip", "install", "--quiet"]
   assert called == [[*pip, "dpjax-0.2.0-py3-none-any.whl"], [*pip, os.environ["DPJAX_SOURCE"]]]
+
+
+def test_stored_outputs_do_not_name_temporary_folders(tmp_path):
+  program = runpy.run_path(str(EXAMPLES / "run_notebook.py"))
+  source = (
+    "import tempfile\nwith tempfile.TemporaryDirectory() as folder:\n  print(f'in {folder}/data')"
+  )
+  cell = dict(cell_type="code", id="one", source=[source], outputs=[], execution_count=None)
+  notebook = tmp_path / "small.ipynb"
+  notebook.write_text(json.dumps(dict(cells=[cell])), encoding="utf-8")
+  program["store"](notebook, program["run"](notebook)[0])
+  (output,) = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["outputs"]
+  assert output["text"] == ["in TEMPORARY/data\n"]
 
 
 @pytest.mark.slow
