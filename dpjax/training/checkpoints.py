@@ -11,9 +11,9 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from dpjax.training.trainer import TrainState
 FORMAT = 1  # checkpoint format; a version reads its own and all earlier ones
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -57,19 +58,26 @@ def _array_handler() -> ocp.type_handlers.TypeHandler:
   print that the loop is closed.
   """
   handler = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
-  read = handler.deserialize
+  handler.metadata = _patiently(handler.metadata)
+  handler.deserialize = _patiently(handler.deserialize)
+  return handler
 
-  async def read_patiently(infos: Any, args: Any = None) -> Any:
+
+def _patiently(
+  read: Callable[..., Coroutine[Any, Any, Result]],
+) -> Callable[..., Coroutine[Any, Any, Result]]:
+  """The function, which after an error also waits for the tasks that it began."""
+
+  async def read_patiently(*args: Any) -> Result:
     before = asyncio.all_tasks()
     try:
-      return await read(infos, args)
+      return await read(*args)
     except Exception:
       if tasks := asyncio.all_tasks() - before:
         await asyncio.wait(tasks, timeout=10)
       raise
 
-  handler.deserialize = read_patiently
-  return handler
+  return read_patiently
 
 
 class Checkpoints(contextlib.AbstractContextManager):

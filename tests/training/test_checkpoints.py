@@ -130,12 +130,22 @@ def test_a_damaged_one_is_skipped_and_renamed(folder, damage, name, caplog):
   assert restored_step(folder) == 7
 
 
-def test_asyncio_is_left_alone_and_damage_prints_one_warning(folder, capfd, monkeypatch):
+def put_a_folder_there(path: Path):
+  path.unlink()
+  path.mkdir()
+
+
+@pytest.mark.parametrize(
+  ("damage", "name"), [(flip_a_bit, "state/d/*"), (put_a_folder_there, "state/manifest.ocdbt")]
+)
+def test_asyncio_is_left_alone_and_damage_prints_one_warning(
+  folder, damage, name, capfd, monkeypatch
+):
   # A handler that another test left may have a closed stream.
   monkeypatch.setattr(logging, "raiseExceptions", False)
   new_event_loop = asyncio.new_event_loop
-  for path in (folder / "7/state/d").iterdir():
-    flip_a_bit(path)
+  for path in (folder / "7").glob(name):
+    damage(path)
   with Checkpoints(folder, keep=2) as saved:
     assert int(saved.restore(abstract())[0].step) == 5
     saved.save(make_state(11), {})
