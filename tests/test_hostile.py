@@ -21,6 +21,7 @@ SETTINGS = helpers.cases(r"""
   # Unknown ones and other types; tests/test_config.py has more.
   model.widht=3 | expected a known setting, .* nearest known is model.width
   model.width=a | --config.model.width: .* type int, got a$
+  model.width= | --config.model.width: .* type int, got ''$
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
   # What only the data, or the run as a whole, can tell.
@@ -33,6 +34,7 @@ SETTINGS = helpers.cases(r"""
   train.sampling=random_windows data.path={short} train.window=0 | has 108 .* got 128
   # Files and folders.
   data.path={nothing} | no_such
+  data.path=~no_such_user/x | data.path: .* readable text file or folder, got ~no_such_user/x .No su
   model.boundaries=unigram model.boundaries.file={nothing} | expected a SentencePiece .*no_such
 """)
 
@@ -55,6 +57,7 @@ COMMANDS = helpers.cases(r"""
   sweep --workdir={new} | --config: expected an experiment, got none
   # Folders that are no run's, or another's.
   train {quick} --workdir={text} | workdir: expected a folder that can be written
+  train {quick} --workdir=hf://x/y | workdir: expected a folder, got an address at the Hub, hf:/x/y
   evaluate --workdir={folder} | workdir: expected the folder of a run
   evaluate --workdir={no_checkpoints} | workdir|checkpoints
   evaluate --workdir={no_data} | data

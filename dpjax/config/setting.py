@@ -141,7 +141,8 @@ class Setting(Generic[T]):
     expected = self.value_type.__name__
     if self.is_optional:
       expected = f"{expected} or None"
-    return UserError(f"{key}: expected a value of type {expected}, got {value}")
+    got = value or repr(value)
+    return UserError(f"{key}: expected a value of type {expected}, got {got}")
 
 
 def _is_number(value: object) -> bool:

@@ -149,7 +149,7 @@ def _open(data: Data) -> Corpus:
 
 def _open_path(data: Data) -> Corpus:
   """The text of a file, a pattern or a folder; `about` identifies its files."""
-  path = Path(data.path).expanduser()
+  path = Path(os.path.expanduser(data.path))
   texts: dict[str, TextFile] = {}
   ids = []
   about: JsonObject = {"files": ids}
