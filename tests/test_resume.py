@@ -12,11 +12,15 @@ import sys
 import time
 
 import chex
+import jax
 import optax
 import pytest
 
 import dpjax
+from dpjax.config import schema, sections
+from dpjax.config.setting import Setting
 from dpjax.errors import Interrupted
+from dpjax.runs import prepare, processes
 from tests import helpers
 
 
@@ -263,6 +267,37 @@ DIFFERENT = {
   "folder": ("--workdir=other", "--workdir = .*/run .* and other "),
   "task": ("--tokenize_only", "--tokenize_only = False .* and True "),
 }
+
+
+def another(declared: schema.Declaration, value):
+  """A value of the setting that differs from `value`."""
+  if isinstance(declared, schema.ComponentSetting):
+    return declared.registry.section(next(x for x in declared.registry.names() if x != value.name))
+  assert isinstance(declared, Setting)
+  if declared.choices:
+    return next(x for x in declared.choices if x != value)
+  values = {bool: True, int: 7, float: 0.25, str: "another", tuple: (0.5, 0.25, 0.25)}
+  return values[declared.value_type]
+
+
+@pytest.mark.parametrize("section", [schema.Train, schema.Data])
+def test_every_setting_is_compared_between_processes(section, tmp_path, monkeypatch):
+  texts = []
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+  def gather(text):
+    texts.append(text)
+    return [texts[0], text]  # The first call is that of process 0.
+
+  monkeypatch.setattr(processes, "_gather_texts", gather)
+  prepare.check_processes(dpjax.config.default(), tmp_path)
+  for name, declared in schema.declared(section).items():
+    config = dpjax.config.default()
+    key = f"{section.__name__.lower()}.{name}"
+    sections.set_value(config, key, another(declared, sections.get(config, key)))
+    message = rf"^processes: expected the same in all, got {key}\b"
+    with pytest.raises(dpjax.UserError, match=message):
+      prepare.check_processes(config, tmp_path)
 
 
 @pytest.mark.slow
