@@ -1,6 +1,7 @@
 """One process at a time trains in a run's folder."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import dpjax
 from dpjax import files
+from dpjax.config import sections
 from dpjax.errors import UserError
 from dpjax.runs import run_files
 from dpjax.training import reporting
@@ -97,6 +99,31 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
     run_files.resumes(tmp_path, config)
 
 
+def test_what_fails_before_training_leaves_no_folder(text, finished, tmp_path):
+  config = helpers.small_config(text)
+  shutil.copytree(finished[0], tmp_path / "other", symlinks=True)
+  for path in (tmp_path / "other/checkpoints").iterdir():
+    shutil.rmtree(path)
+  (tmp_path / "mine").mkdir()
+  before = {*tmp_path.rglob("*")}
+  wrong = {
+    "data.path": str(tmp_path / "missing"),
+    "model.vocab_size": 3,
+    "train.init_from": str(tmp_path / "other"),  # is read last
+  }
+  for key, value in wrong.items():
+    changed = dpjax.config.from_dict(config.to_dict())
+    sections.set_value(changed, key, value)
+    with pytest.raises(UserError, match=f"^{key}: "):
+      dpjax.train(changed, tmp_path / "mine/rates/run", model=helpers.bigrams)
+    assert {*tmp_path.rglob("*")} == before
+  # A folder that was there stays, and so does what the run does not write.
+  (tmp_path / "mine/run").mkdir()
+  with pytest.raises(UserError, match="^train.init_from: "):
+    dpjax.train(changed, tmp_path / "mine/run", model=helpers.bigrams)
+  assert (tmp_path / "mine/run/config.json").exists()
+
+
 @pytest.mark.parametrize("name", ["metrics.tmp", "checkpoints", "data/tokenizer.json"])
 def test_no_link_is_followed_out_of_the_folder(tmp_path, name):
   victim, link = tmp_path / "victim", tmp_path / "run" / name
@@ -154,6 +181,7 @@ def test_what_the_user_names_is_written_to_and_not_replaced(tmp_path):
 HALF = """
 import pathlib, sys, time
 from dpjax import files
+from dpjax.config import sections
 with files.replacing_file(pathlib.Path(sys.argv[1])) as file:
   file.write(b"half")
   file.flush()

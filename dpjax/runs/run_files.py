@@ -14,8 +14,9 @@ lock             locked by the training process; has its host and process id
 import contextlib
 import os
 import re
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,8 @@ EXPORTED = ("config.json", "README.md", *CHECKED)
 _WRITTEN = (
   r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
 )
+# Those that are there before the first update.
+_BEFORE_TRAINING = {"config.json", "data", "frozen.json", "lock"}
 
 
 def find(address: str | Path) -> Path:
@@ -86,13 +89,19 @@ def check_exported(folder: Path, *names: str) -> bool:
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
+  If the block fails before training begins, a folder that was made is removed again.
+
   Raises a `UserError` if another process trains in it, it is an exported run, it cannot be
-  written, a file in it is a link or not a regular file, or it is removed.
+  written, a file in it is a link or not a regular file, or it is removed; or its path is an address
+  at the Hugging Face Hub.
   """
+  if workdir.parts[:1] == ("hf:",):
+    raise UserError(f"workdir: expected a folder, got an address at the Hub, {workdir}")
   if is_exported(workdir):
     hint = "to continue training, use a new workdir with train.init_from set to this folder"
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
+  made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
   with contextlib.ExitStack() as stack:
     locked = []
     processes.on_first_process(lambda: locked.append(stack.enter_context(_open_lock(workdir))))
@@ -101,7 +110,18 @@ def lock(workdir: Path) -> Iterator[None]:
     except Exception:
       for file in locked:
         files.check_there(file, workdir / "lock")
+        _remove_untrained(workdir, made)
       raise
+
+
+def _remove_untrained(workdir: Path, made: Sequence[Path]) -> None:
+  """Removes a run's folder and its parents, those that were made, unless training began in it."""
+  if workdir not in made or not {path.name for path in workdir.iterdir()} <= _BEFORE_TRAINING:
+    return
+  shutil.rmtree(workdir, ignore_errors=True)  # Windows keeps the open file of the lock.
+  for folder in made[1:]:
+    with contextlib.suppress(OSError):  # It has got other files since.
+      folder.rmdir()
 
 
 def _open_lock(workdir: Path) -> IO[str]:
@@ -117,6 +137,7 @@ def _open_lock(workdir: Path) -> IO[str]:
     owner = file.read().strip() or "another process"
     file.close()
     raise UserError(f"workdir: expected a folder that is free, got {workdir}, locked by {owner}")
+  files.check_there(file, workdir / "lock")  # Its process may have removed what it had made.
   with contextlib.suppress(OSError):  # The name is only informative.
     file.truncate(0)
     file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}\n")
