@@ -21,6 +21,8 @@ SETTINGS = helpers.cases(r"""
   # Unknown ones and other types; tests/test_config.py has more.
   model.widht=3 | expected a known setting, .* nearest known is model.width
   model.width=a | --config.model.width: .* type int, got a$
+  model=3 | model: expected one of its settings, as model.mixer.name, got the whole section$
+  model.first=3 | model.first: expected one of its settings, as model.first.num_layers, got
   model.width= | --config.model.width: .* type int, got ''$
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle
@@ -44,6 +46,7 @@ COMMANDS = helpers.cases(r"""
   train --workdir={nothing} | --config: expected an experiment, or a --workdir with a run
   train --config={quickstart} | --workdir
   train --config={quickstart} --workdir={new} --profile=3 | --profile: expected START:STOP, .* 3$
+  {train} --config={quickstart} --config.=3 | --config.=3: expected --config.KEY=VALUE, got no key
   {train} --config={nothing}.py | --config: expected a Python file, .* one of
   {train} --config={ends} | --config: expected a Python file .* got SystemExit: 0 .*ends.py, line 1
   {train} --config={quickstart} --plugin=ends | --plugin: expected a module .* .SystemExit: 0

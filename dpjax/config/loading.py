@@ -210,12 +210,14 @@ def override(config: ConfigDict, words: Sequence[str]) -> tuple[ConfigDict, list
   others = []
   rest = iter(words)
   for word in rest:
-    match = re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL)
+    match = re.fullmatch(r"--?(no)?config\.([^=]*)(?:=(.*))?", word, re.DOTALL)
     if match is None:
       others.append(word)
       continue
     is_negated = match[1] is not None
     key, text = match.group(2, 3)
+    if not key:
+      raise UserError(f"{word}: expected --config.KEY=VALUE, got no key")
     if key not in settings:
       raise _unknown(config, settings, key)
     is_flag = settings[key].value_type is bool
@@ -259,7 +261,9 @@ def _choose_components(config: ConfigDict, words: Sequence[str]) -> list[str]:
 
 
 def _unknown(config: ConfigDict, settings: Mapping[str, Setting], key: str) -> UserError:
-  """The error for an unknown setting; for one of a component, with that component's."""
+  """The error for a section or an unknown setting, which names those of a component."""
+  if inside := [name for name in settings if name.startswith(f"{key}.")]:
+    return UserError(f"{key}: expected one of its settings, as {inside[0]}, got the whole section")
   section = key.rpartition(".")[0]
   names = sections.component_keys(config)
   if f"{section}.name" in settings and re.sub(r"\.\d+$", "", section) in names:
