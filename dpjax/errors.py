@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -89,6 +90,8 @@ def exit_on_user_error(flags: Collection[str] = ()) -> Iterator[None]:
     message = _message(error)
     if message is None or os.environ.get("DPJAX_TRACEBACK"):
       raise
+    # A path may have line breaks, or control a terminal.
+    message = re.sub(r"[\x00-\x1f\x7f]", lambda match: repr(match[0])[1:-1], message)
     sys.exit(f"--{message}" if message.partition(":")[0] in flags else message)
 
 

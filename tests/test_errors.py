@@ -17,6 +17,7 @@ from tests import helpers
 TOLD = [
   (lambda: dpjax.config.mixer("wee"), r"^mixer: expected one of .* did you mean we\?"),
   (lambda: open("nowhere/x.json", "w"), "^nowhere/x.json: expected to read or write it, got: "),
+  (lambda: open("a\nb\x1b[2J/x"), r"^a\\nb\\x1b\[2J/x: expected to read or write it, got: "),
   (lambda: np.zeros(2**60, np.uint8), "^Out of memory: .+ train.batch_size"),
   (lambda: jax.jit(lambda: jnp.zeros(2**50, jnp.uint8))(), "^Out of memory: .*RESOURCE_EXHAUSTED"),
 ]
