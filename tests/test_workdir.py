@@ -99,6 +99,7 @@ def test_a_run_that_saved_nothing_gives_way_to_other_settings(tmp_path):
     run_files.resumes(tmp_path, config)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_what_fails_before_training_leaves_no_folder(text, finished, tmp_path):
   config = helpers.small_config(text)
   shutil.copytree(finished[0], tmp_path / "other", symlinks=True)

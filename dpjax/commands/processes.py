@@ -9,7 +9,6 @@ import threading
 from argparse import Namespace
 from pathlib import Path
 
-from dpjax.analysis.devices import NO_TPU
 from dpjax.errors import UserError, not_writable
 
 _MAX_JOIN_SECONDS = 10**6
@@ -23,6 +22,8 @@ def check_platform() -> None:
 
   # JAX sees no TPU; libtpu, where it is installed to compile, would complain.
   if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+    from dpjax.analysis.devices import NO_TPU
+
     os.environ.update(NO_TPU | os.environ)
   try:
     jax.default_backend()

@@ -104,7 +104,11 @@ def inner_stage() -> "Middle | None":
   return dataclasses.field(default=None, metadata={"declared": declaration})
 
 
-@dataclasses.dataclass(frozen=True)
+# For classes without instances, whose methods would only slow down the start of a command.
+_declares = dataclasses.dataclass(init=False, repr=False, eq=False)
+
+
+@_declares
 class OuterLayers:
   """Blocks on tokens, before or after pooling."""
 
@@ -116,7 +120,7 @@ class OuterLayers:
   )
 
 
-@dataclasses.dataclass(frozen=True)
+@_declares
 class Middle:
   """An inner stage."""
 
@@ -128,7 +132,7 @@ class Middle:
   middle: "Middle | None" = inner_stage()
 
 
-@dataclasses.dataclass(frozen=True)
+@_declares
 class Model:
   """The model."""
 
@@ -363,7 +367,7 @@ class Sample:
   )
 
 
-@dataclasses.dataclass(frozen=True)
+@_declares
 class Config:
   """A run."""
 
