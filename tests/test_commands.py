@@ -132,12 +132,18 @@ for name in ("msa_ptb:tiny", "mine.py"):
   assert done.stdout == "attention\n" * 2, done.stderr
 
 
-def test_warnings_are_sentences_and_libtpu_is_quiet(monkeypatch):
+@pytest.mark.parametrize("words", ["evaluate", "data list"])
+def test_warnings_are_sentences(words):
+  logging.basicConfig(format="%(name)s", force=True)
+  helpers.command(*words.split())
+  line = logging.LogRecord("dpjax", logging.WARNING, "file.py", 3, "%s is odd", ("It",), None)
+  assert logging.getLogger().handlers[0].format(line) == "WARNING: It is odd"
+
+
+def test_libtpu_is_quiet(monkeypatch):
   monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # as JAX does where it sees no TPU
   monkeypatch.setenv("TPU_WORKER_ID", "7")
   monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
   assert helpers.command("evaluate").startswith("RUN, ")
-  line = logging.LogRecord("dpjax", logging.WARNING, "file.py", 3, "%s is odd", ("It",), None)
-  assert logging.getLogger().handlers[0].format(line) == "WARNING: It is odd"
   assert os.environ["TPU_ACCELERATOR_TYPE"] == "v5litepod-4"
   assert os.environ["TPU_WORKER_ID"] == "7"

@@ -237,9 +237,9 @@ def start(parser: Parser, command: Command, words: Sequence[str] | None = None) 
   """
   with exit_on_user_error():
     options = parser.parse(sys.argv[1:] if words is None else words)
+    # Orbax logs each of its steps at INFO.
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
     if parser.is_distributed:
-      # Orbax logs each of its steps at INFO.
-      logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
       processes.join(options)
       processes.check_platform()
       processes.set_compilation_cache(options.compilation_cache)
