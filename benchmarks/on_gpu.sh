@@ -27,7 +27,7 @@ prepare() {
   python3 -m reproduce "$tables" --rows="$rows" --data="$texts" --scale="${3:-paper}" \
     --runs="$work/runs" --tokenize="$folder/tokens" &&
     python3 -m pip download -q --no-deps -d "$folder/wheels" \
-      ml_collections tensorboardX jaxtyping wadler_lindig &&
+      ml_collections tensorboard jaxtyping wadler_lindig &&
     du -sh "$folder"
 }
 

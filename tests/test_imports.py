@@ -31,8 +31,7 @@ READS_CONFIG |= {"reproduce", "scripts"}
 # Each of these may import those before it, and none of the rooms.
 BASE = ["lazy", "errors", "hub", "files", "config"]
 NEVER = {"chex", "pytest", "tensorflow"}
-# (tensorboardX imports PyTorch where there is one.)
-INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboardX tensorflow_datasets"
+INSIDE = "google huggingface_hub pyarrow pooch sentencepiece tensorboard tensorflow_datasets"
 ONLY_INSIDE_FUNCTIONS = {*INSIDE.split(), "tokenizers", "torch"}
 SCRIPTS = [*ROOT.glob("*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("reproduce/*.py")]
 FILES = [path for path in ROOT.glob("dpjax/**/*.py") if path != ROOT / "dpjax/__init__.py"]

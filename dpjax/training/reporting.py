@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -43,19 +44,18 @@ class Reporter(contextlib.AbstractContextManager):
     self._num_steps = num_steps
     disable = None if self._is_first else True  # None: hidden without a terminal
     self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=disable)
+    self._open = contextlib.ExitStack()
+    self._open.callback(self._bar.close)
     if self._is_first:
       path = Path(workdir) / "metrics.jsonl"
       _drop_lines_after(path, step)
-      self._losses = _open_losses(Path(workdir) / LOSSES, step)
-      self._file = files.open_plain(path, "a", encoding="utf-8")
-      self._tensorboard = _import_writer()(str(Path(workdir) / "tensorboard"), purge_step=step + 1)
+      keep = self._open.enter_context
+      self._losses = keep(_open_losses(Path(workdir) / LOSSES, step))
+      self._file = keep(files.open_plain(path, "a", encoding="utf-8"))
+      self._events = keep(_EventFile(Path(workdir) / "tensorboard", step + 1))
 
   def __exit__(self, *_) -> None:
-    self._bar.close()
-    if self._is_first:
-      self._file.close()
-      self._losses.close()
-      self._tensorboard.close()
+    self._open.close()
 
   def advance(self, loss: float) -> None:
     """Counts one more step."""
@@ -79,9 +79,8 @@ class Reporter(contextlib.AbstractContextManager):
       speed = f", {speed:,.0f} tokens/s" if math.isfinite(speed) else ""
       text = f"step {step:,} of {self._num_steps:,}: loss {scores['loss']:.4f}{speed}"
       print(text, file=sys.stderr, flush=True)
-    for name, value in curves.items():
-      if math.isfinite(value):
-        self._tensorboard.add_scalar(f"{split}/{name}", value, step)
+    finite = {f"{split}/{name}": x for name, x in curves.items() if math.isfinite(x)}
+    self._events.add(step, finite)
 
   def check_there(self) -> None:
     """Raises a `UserError` if the run's folder was removed or moved."""
@@ -100,18 +99,42 @@ class Reporter(contextlib.AbstractContextManager):
       self._bar.write(message)
 
 
-def _import_writer():
-  """Imports tensorboardX's `SummaryWriter` without PyTorch, which it imports but does not need."""
-  modules: dict[str, Any] = sys.modules
-  is_imported = "torch" in modules
-  modules.setdefault("torch", None)  # Importing it then raises an ImportError.
-  try:
-    from tensorboardX import SummaryWriter
+class _EventFile(contextlib.AbstractContextManager):
+  """A new file of curves in TensorBoard's folder of a run; what is written is on disk at once.
 
-    return SummaryWriter
-  finally:
-    if not is_imported:
-      del modules["torch"]
+  TensorBoard forgets what earlier files have from step `start` on. Its own writer is not used: it
+  writes in a thread, and so an error, as of a full disk, would reach the run late or not at all.
+  """
+
+  def __init__(self, folder: Path, start: int):
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    messages: Any = event_pb2  # It makes its classes when imported, unseen by type checkers.
+    self._event_type = messages.Event
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads files in the order of their names.
+    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+    self._records = RecordWriter(files.open_plain(folder / name, "xb"))
+    self._write(self._event_type(file_version="brain.Event:2"))
+    event = self._event_type(step=start)
+    event.session_log.status = event.session_log.START
+    self._write(event)
+
+  def __exit__(self, *_) -> None:
+    self._records.close()
+
+  def add(self, step: int, scalars: Mapping[str, float]) -> None:
+    """Writes a point of each curve, by name."""
+    event = self._event_type(step=step)
+    for name, value in scalars.items():
+      event.summary.value.add(tag=name, simple_value=value)
+    self._write(event)
+
+  def _write(self, event: Any) -> None:
+    event.wall_time = time.time()
+    self._records.write(event.SerializeToString())
+    self._records.flush()
 
 
 def _open_losses(path: Path, step: int):

@@ -3,15 +3,17 @@
 import json
 import math
 import struct
+import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from tensorboardX.proto import event_pb2
+from tensorboard.compat.proto import event_pb2
 
 from dpjax.errors import exit_on_user_error
 from dpjax.training import reporting
+from tests import helpers
 
 
 def lines(workdir) -> list[dict]:
@@ -98,10 +100,9 @@ def test_lines_after_the_step_of_a_resume_are_dropped(tmp_path):
   assert steps(tmp_path) == [2, 3, 5, 11]
   assert not list(tmp_path.glob("*.tmp"))
   # TensorBoard's readers drop what came before from this step on.
-  # Files of the same second have the same name, and the second replaces the first.
-  *_, start = [event for event in events(tmp_path) if event.HasField("session_log")]
-  assert start.step == 4
-  assert start.session_log.status == event_pb2.SessionLog.START
+  starts = [event for event in events(tmp_path) if event.HasField("session_log")]
+  assert [event.step for event in starts] == [1, 4]
+  assert all(event.session_log.status == event_pb2.SessionLog.START for event in starts)
 
 
 def test_lines_that_cannot_be_read_are_set_aside(tmp_path):
@@ -148,10 +149,41 @@ def test_what_is_in_the_place_of_a_file_is_told_in_one_line(tmp_path, name):
     reporting.Reporter(tmp_path, 2, 7)
 
 
-def test_a_broken_pytorch_is_not_imported(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_by_the_report_that_hits_it(tmp_path, capfd):
+  resource = pytest.importorskip("resource")
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  report = (2, "valid", {"nats_per_token": 2.5})
+  for name in ("whole", "full"):
+    (tmp_path / name).mkdir()
+  with reporting.Reporter(tmp_path / "whole", 0, 7) as reporter:
+    reporter.report(*report)
+  (whole,) = (tmp_path / "whole/tensorboard").iterdir()
+  reporter = reporting.Reporter(tmp_path / "full", 0, 7)
+  with pytest.raises(OSError, match="File too large"), reporter:
+    try:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (whole.stat().st_size - 1, limits[1]))
+      reporter.report(*report)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert len(lines(tmp_path / "full")) == 1
+  assert capfd.readouterr() == ("", "")
+
+
+def test_reports_start_no_thread_and_import_no_pytorch(tmp_path):
   (tmp_path / "torch.py").write_text("raise OSError('a library is missing')")
-  monkeypatch.syspath_prepend(tmp_path)
-  for name in [x for x in sys.modules if x.partition(".")[0] in ("tensorboardX", "torch")]:
-    monkeypatch.delitem(sys.modules, name)
-  assert reporting._import_writer().__name__ == "SummaryWriter"
-  assert "torch" not in sys.modules
+  code = f"""
+import sys, threading
+sys.path.insert(0, {str(tmp_path)!r})
+import jax
+from dpjax.training import reporting
+
+jax.devices()
+before = {{*threading.enumerate()}}
+with reporting.Reporter({str(tmp_path)!r}, 0, 7) as reporter:
+  reporter.report(1, "train", {{"loss": 1.5}})
+  print({{*threading.enumerate()}} - before, sys.modules.get("torch"))
+"""
+  options = dict(env=helpers.environment(), capture_output=True, text=True, check=False)
+  done = subprocess.run([sys.executable, "-c", code], **options)
+  assert (done.stdout, done.stderr) == ("set() None\n", "step 1 of 7: loss 1.5000\n")
+  assert scalars(tmp_path) == [(1, "train/loss", 1.5)]
