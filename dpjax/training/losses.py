@@ -315,8 +315,7 @@ def _count_segments(module: Boundaries, stage: StageOutput, weights) -> dict[str
   boundaries = stage.boundaries.astype(jnp.float32)
   segments_b = slots_b = jnp.sum(boundaries * is_real, axis=1)
   if module.reader.num_null:
-    has_documents = stage.document_starts is not None
-    slots_b = segments_b + (_null_groups(stage, is_real) if has_documents else 1.0)
+    slots_b = segments_b + _null_groups(stage, is_real)
   return {
     "boundaries": jnp.sum(boundaries * weights),
     "segments": jnp.sum(segments_b),
@@ -344,7 +343,7 @@ def _share(boundaries, count) -> jax.Array:
 
 
 def _null_groups(stage: StageOutput, is_real) -> jax.Array:
-  """[B], the number of documents with real tokens."""
+  """[B], the number of documents with real tokens; a row of padding has none."""
   starts_bt = stage.document_starts
   if starts_bt is None:
     return is_real[:, 0]

@@ -356,6 +356,17 @@ def test_boundaries_by_a_rule_cost_nothing_and_are_counted():
   assert count == sums["boundaries"] and with_starts == sums
 
 
+@pytest.mark.parametrize("weights", [WEIGHTS, 0 * WEIGHTS], ids=["one row of nothing", "nothing"])
+def test_rows_without_documents_count_like_rows_of_one(weights):
+  output, batch = draw_pooled()
+  batch["weights"] = jnp.asarray(weights)
+  run = jax.jit(helpers.objective("whitespace").sums)
+  starts = jnp.zeros((3, 11), jnp.int32).at[:, 0].set(1)
+  sums = run(with_stage(output, logits=None), batch)
+  assert sums == run(with_stage(output, logits=None, document_starts=starts), batch)
+  assert (sums["slots"] > sums["segments_max"]) == weights.any()
+
+
 def test_sums_of_parts_are_those_of_the_whole_but_for_the_largest():
   left = dict(nats=jnp.float32(2.5), segments_max=jnp.float32(3))
   right = dict(nats=jnp.float32(1.25), segments_max=jnp.float32(7))
