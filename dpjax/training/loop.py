@@ -18,7 +18,7 @@ from dpjax.errors import Interrupted, UserError
 from dpjax.layers.common import Params
 from dpjax.models.build import batch_capacity
 from dpjax.training import checkpoints, reporting, sharding
-from dpjax.training.trainer import Trainer, TrainState, find_non_finite
+from dpjax.training.trainer import Trainer, TrainState, find_nan, find_non_finite
 
 BEST_BY = "nats_per_token"  # the validation score that selects the best checkpoint; lower is better
 
@@ -95,8 +95,8 @@ def fit(
     hooks: watch the run.
 
   Raises:
-    NonFiniteError: a loss, or parameters to score or save, are not finite. The checkpoints precede
-      them; the message names the newest.
+    NonFiniteError: a loss, or parameters to score or save, are not finite, or the optimizer's state
+      has nan. The checkpoints precede them; the message names the newest.
     Interrupted: SIGTERM, SIGINT or `should_stop` stopped training; the step is finished and saved.
     ValueError: the devices do not divide the batch, updates of `profile` lie outside of
       the run, or see `Checkpoints.restore`.
@@ -231,12 +231,16 @@ class _Loop:
     return ends
 
   def check_finite(self, done: int) -> None:
-    """Raises a `NonFiniteError` if parameters are not finite, though the loss still was."""
+    """Raises a `NonFiniteError` for a state that cannot go on, though the loss was finite."""
     for params in filter(None, (self.state.params, self.state.average)):
       if (name := find_non_finite(params)) is not None:
         raise reporting.NonFiniteError(
           f"Step {done}: expected finite parameters, got nan or infinity in {name}"
         )
+    if (name := find_nan(self.state.opt_state)) is not None:
+      raise reporting.NonFiniteError(
+        f"Step {done}: expected an optimizer's state without nan, got nan in {name}"
+      )
 
   def call_back(self) -> None:
     """Calls the callbacks with the new reports."""

@@ -23,7 +23,7 @@ _COUNT = "mean_over_steps"  # the number of losses in a mean, not plotted as a c
 
 
 class NonFiniteError(RuntimeError):
-  """The loss, the gradient or the parameters of a step were not finite.
+  """The loss, the gradient or the parameters of a step were not finite, or its optimizer has nan.
 
   From `fit`, the message names the step and the newest checkpoint, which precedes it.
   """

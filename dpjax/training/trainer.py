@@ -273,17 +273,36 @@ def abstract_params(model: nn.Module, param_sharding: str = "replicated") -> Par
 
 def find_non_finite(params: Params) -> str | None:
   """The name of the first array with nan or infinity; all processes get the same answer."""
-  for path, array in jax.tree.leaves_with_path(params):
+  return _find(params, lambda array: not np.isfinite(array).all(), _has_non_finite)
+
+
+def find_nan(opt_state: Any) -> str | None:
+  """The name of an optimizer state's first array with nan; all processes get the same answer.
+
+  Infinity is right there: Optax's line searches and `reduce_on_plateau` begin with it.
+  """
+  # The least of all is nan if one is, and is found sooner.
+  return _find(opt_state, lambda array: np.isnan(np.min(array, initial=0)), _has_nan)
+
+
+def _find(
+  tree: Any, in_numpy: Callable[[np.ndarray], Any], compiled: Callable[[jax.Array], jax.Array]
+) -> str | None:
+  """The name of the first array that is wrong, as NumPy or compiled code finds."""
+  for path, array in jax.tree.leaves_with_path(tree):
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+      continue
     # NumPy is slow with bfloat16, and would copy from an accelerator.
-    in_numpy = all(device.platform == "cpu" for device in array.devices())
-    in_numpy &= array.is_fully_addressable or array.is_fully_replicated
-    in_numpy &= array.dtype != jnp.bfloat16
-    if not (np.isfinite(array).all() if in_numpy else _is_finite(array)):
+    is_here = all(device.platform == "cpu" for device in array.devices())
+    is_here &= array.is_fully_addressable or array.is_fully_replicated
+    is_here &= array.dtype != jnp.bfloat16
+    if in_numpy(np.asarray(array)) if is_here else compiled(array):
       return jax.tree_util.keystr(path, simple=True, separator=".")
   return None
 
 
-_is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+_has_non_finite = jax.jit(lambda array: ~jnp.isfinite(array).all())
+_has_nan = jax.jit(lambda array: jnp.isnan(array).any())
 
 
 def apply_model(

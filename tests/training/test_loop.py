@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import types
 
 import jax
@@ -215,6 +216,23 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, options):
     fit(tmp_path, trainer=trainer, **{"num_steps": 5, **options})
   with checkpoints.Checkpoints(tmp_path / "checkpoints") as saved:
     assert saved.steps()[-1] == 2
+
+
+def with_state(scale: float) -> optax.GradientTransformation:
+  """SGD with a state of which nothing is read: 1, then `scale` times as much at each update."""
+
+  def update(updates, state, params=None):
+    return jax.tree.map(lambda x: -0.5 * x, updates), {"unread": state["unread"] * scale}
+
+  return optax.GradientTransformation(lambda params: {"unread": jnp.ones(3)}, update)
+
+
+def test_an_optimizer_with_nan_is_never_saved_and_one_with_infinity_is(tmp_path):
+  fit(tmp_path, 3, trainer=dataclasses.replace(TRAINER, optimizer=with_state(math.inf)), save=2)
+  message = r"^Step 2: expected an optimizer's state without nan, got nan in unread\. No checkpoint"
+  with pytest.raises(reporting.NonFiniteError, match=message):
+    trainer = dataclasses.replace(TRAINER, optimizer=with_state(math.nan))
+    fit(tmp_path / "other", 3, trainer=trainer, save=2)
 
 
 def test_a_division_of_zero_by_zero_is_noticed_before_the_first_checkpoint(tmp_path):
