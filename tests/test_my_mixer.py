@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+import dpjax
 from dpjax import layers, testing
 from dpjax.config import registry
 from tests import helpers
@@ -206,6 +207,55 @@ def test_what_a_mixer_is_said_to_have_is_checked(min_gru):
     ValueError, match="^make: expected a subclass of dpjax.layers.Mixer, got .*NoM"
   ):
     testing.check_mixer(NoMixer)
+
+
+def test_rounding_of_weights_is_no_error_in_bfloat16(min_gru):
+  class Steep(min_gru):
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      # 1.001**500 is 1.65, and 1 where bfloat16 rounds the factor.
+      factor = self.param("factor", nn.initializers.constant(1.001), (1,)).astype(self.dtype)
+      y, cache = super().mix(inputs, context, cache)
+      return y * (factor.astype(jnp.float32) ** 500).astype(self.dtype)[None, None], cache
+
+  testing.check_mixer(Steep, relations=["bfloat16"])
+
+
+def test_a_mixer_may_say_how_much_rounding_passes_between_documents(min_gru):
+  class Leaks(min_gru):
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      y, cache = super().mix(inputs, context, cache)
+      return y + 1e-7 * inputs[:, :1], cache
+
+  with pytest.raises(AssertionError, match="(?s)^documents: .*an output changes by 1e-07"):
+    testing.check_mixer(Leaks, relations=["documents"])
+  testing.check_mixer(Leaks, rounding_between_documents=1e-5, relations=["documents"])
+
+
+def test_a_value_error_in_a_mixer_names_its_class():
+  class Refuses(layers.Mixer):
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      raise ValueError(f"inputs: expected an even T, got {inputs.shape[1]}")
+
+    def init_cache(self, batch, width):
+      return ()
+
+  inputs = jnp.zeros((2, 3, 6))
+  message = "^Refuses: inputs: expected an even T, got 3 .DPJAX_TRACEBACK=1 shows where.$"
+  with pytest.raises(dpjax.UserError, match=message):
+    Refuses(max_length=3).apply({}, inputs)
+  with pytest.raises(dpjax.UserError, match=message):
+    Refuses(max_length=3).apply({}, inputs, (), method="step")
+
+  class Typo(Refuses):
+    @nn.compact
+    def mix(self, inputs, context, cache):
+      return inputs + self.rate, cache
+
+  with pytest.raises(AttributeError):
+    Typo(max_length=3).apply({}, inputs)
 
 
 class NoMixer(nn.Module):

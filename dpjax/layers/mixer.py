@@ -183,7 +183,7 @@ class Mixer(nn.Module, kw_only=True):
       ops.check_starts(context.document_starts, inputs.shape[:2])
     else:
       _check_length(inputs, self.max_length)
-    outputs, _ = self.mix(inputs, context, None)
+    outputs, _ = self._mix(inputs, context, None)
     return outputs
 
   def step(
@@ -215,7 +215,18 @@ class Mixer(nn.Module, kw_only=True):
       )
     if not self.is_unbounded:
       _check_length(inputs, self.max_length)
-    return self.mix(inputs, context, cache)
+    return self._mix(inputs, context, cache)
+
+  def _mix(self, inputs: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
+    """`mix`, whose `ValueError` is a `UserError` with the name of a class that is not dpjax's."""
+    try:
+      return self.mix(inputs, context, cache)
+    except ValueError as error:
+      is_ours = type(self).__module__.startswith("dpjax.")
+      if is_ours or isinstance(error, UserError):
+        raise
+      hint = "DPJAX_TRACEBACK=1 shows where"
+      raise UserError(f"{type(self).__name__}: {error} ({hint})") from error
 
   def _check_inputs(self, inputs: jax.Array) -> jax.Array:
     inputs = arrays.check("inputs", inputs, Float[Array, "B T D"])
