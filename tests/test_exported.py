@@ -190,10 +190,12 @@ def test_a_model_made_in_python_is_not_in_numpy(run, tmp_path):
 
 
 def test_a_component_without_a_function_in_numpy_is_exported_without_the_program(
-  run, tmp_path, monkeypatch
+  run, tmp_path, monkeypatch, caplog
 ):
-  monkeypatch.delitem(numpy_model.MIXERS, run.config.model.mixer.name)
+  name = run.config.model.mixer.name
+  monkeypatch.delitem(numpy_model.MIXERS, name)
   run.save(tmp_path / "out")
+  assert f"out: without numpy_model.py, which has no code for {name}" in caplog.text
   card = (tmp_path / "out/README.md").read_text()
   assert "no program of the model in NumPy" in card and "lacks the code" not in card
   assert "numpy_model.py" not in card and not (tmp_path / "out/numpy_model.py").exists()
@@ -206,8 +208,8 @@ def test_a_component_is_not_taken_for_another_of_the_same_name(run):
     mine.mixer.name = name
     for models in ([mine], [run.config.model, mine]):  # as the model, or that of its boundaries
       assert model_card.foreign_components(models) == [name]
-      assert not model_card.is_in_numpy(models)
-  assert model_card.is_in_numpy([run.config.model])
+      assert model_card.missing_in_numpy(models) == [name]
+  assert model_card.missing_in_numpy([run.config.model]) == []
 
 
 def without_checksums(folder):

@@ -174,7 +174,7 @@ class Middling(Mixer):
     return jnp.einsum("ts,bsd->btd", weights, inputs), None
 
 
-def test_look_shows_what_a_mixer_of_the_user_offers():
+def test_look_shows_what_a_mixer_of_the_user_offers(caplog):
   run = untrained("none", "me")
 
   def make(tells):
@@ -192,6 +192,7 @@ def test_look_shows_what_a_mixer_of_the_user_offers():
   assert data["stages"] == [] and len(data["bits"]) == 5
   (layer,) = data["layers"]
   assert layer["name"] == "1 Middling"
+  assert "no weights for the layers 2 Middling" in caplog.text
   # Behind the start token position t reads t + 2 tokens, all alike.
   np.testing.assert_allclose(layer["images"][0]["largest"], 1 / np.arange(2, 7), rtol=5e-3)
 

@@ -5,6 +5,7 @@ T token, H head.
 """
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
   from dpjax.runs import Run
 
 MAX_TOKENS = 10_000
+_log = logging.getLogger(__name__)
 
 
 class Stage(NamedTuple):
@@ -286,9 +288,9 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
 
   Weights of attention; absolute values of a Dispatcher's `dpjax.ops.dispatch_matrix`; sizes of the
   taps of an Extractor and a short convolution (root mean square over features). A custom mixer
-  reports by `self.sow("intermediates", "reads", weights)`, [B, H, T, T]; others are left out. A
-  layer on segments reads, for every token, the segments closed so far; each token has its
-  segment's weight.
+  reports by `self.sow("intermediates", "reads", weights)`, [B, H, T, T]; others are left out, and
+  a warning names them. A layer on segments reads, for every token, the segments closed so far; each
+  token has its segment's weight.
 
   The tokens follow a start token, as in an evaluation; it is left out.
   """
@@ -319,19 +321,24 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
       intermediates = sown.get("intermediates") or {}
       seen = dict(intermediates.get("mixer") or {})
       weights = _weights(block.mixer, params.get("mixer", {}), mixer_inputs[0], seen, shared)
-      if weights is not None:
-        names.append(" ".join([*place, str(i + 1), type(block.mixer).__name__]))
+      name = " ".join([*place, str(i + 1), type(block.mixer).__name__])
+      if weights is None:
+        silent.append(name)
+      else:
+        names.append(name)
         depths.append(depth)
         matrices.append(weights)
     return x_btd if stack.out_norm is None else stack.out_norm(x_btd)
 
   # Filled while `read` is traced.
   names: list[str] = []
+  silent: list[str] = []  # layers that do not report what they read
   depths: list[int] = []  # of each layer, in how many stages of pooling it is
   matrices: list[jax.Array] = []
 
   def read(params, tokens_bt):
     names.clear()
+    silent.clear()
     depths.clear()
     matrices.clear()
     with nn.intercept_methods(unroll):
@@ -342,6 +349,8 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
 
   inputs = np.append(run.tokenizer.start_id, tokens).astype(np.int32)[None]
   weights, ends = jax.device_get(jax.jit(read)(run.params, inputs))
+  if silent:
+    _log.warning("%s: no weights for the layers %s", run.name, ", ".join(silent))
   position = np.arange(inputs.size)
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
   for end, module in zip(ends, run.scorer.objective.boundaries, strict=True):

@@ -153,17 +153,20 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   is_built = repr(run.model) == repr(built)
   models = [run.config.model] if frozen is None else [run.config.model, frozen]
-  has_program = is_built and model_card.is_in_numpy(models)
+  missing = model_card.missing_in_numpy(models) if is_built else ["its class"]
+  if missing:
+    names_missing = ", ".join(missing)
+    _log.warning("%s: without numpy_model.py, which has no code for %s", address, names_missing)
   text = model_card.write(
     run,
     address,
     dtype,
     foreign=model_card.foreign_components(models) if is_built else ["its class"],
-    has_program=has_program,
+    has_program=not missing,
     license=license,
   )
   (folder / "README.md").write_text(text, encoding="utf-8")
-  if has_program:
+  if not missing:
     shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
   # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)

@@ -84,12 +84,12 @@ def foreign_components(models: Sequence[Mapping]) -> list[str]:
   return sorted(foreign)
 
 
-def is_in_numpy(models: Sequence[Mapping]) -> bool:
-  """Whether `dpjax.runs.numpy_model` has a function for every component of the models."""
-  return all(
-    _mixers(model) <= {*numpy_model.MIXERS} and _boundaries(model) <= {*numpy_model.BOUNDARIES}
-    for model in models
-  )
+def missing_in_numpy(models: Sequence[Mapping]) -> list[str]:
+  """The components of models for which `dpjax.runs.numpy_model` has no function, by name."""
+  mixers = {name for model in models for name in _mixers(model)}
+  boundaries = {name for model in models for name in _boundaries(model)}
+  missing = (mixers - {*numpy_model.MIXERS}) | (boundaries - {*numpy_model.BOUNDARIES})
+  return sorted(missing)
 
 
 def write(
