@@ -6,11 +6,30 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from dpjax import ops
 from dpjax.layers.common import check_settings, linear, symmetric_uniform
-from dpjax.layers.mixer import Context, Mixer
+from dpjax.layers.mixer import Cache, Context, Mixer
 from dpjax.ops import norms
+
+
+class SelectiveInputs(NamedTuple):
+  """What the states of `Mamba2` are computed from.
+
+  Attributes:
+    x: [B, T, H, P].
+    dt: [B, T, H], float32.
+    a: [H], float32.
+    b: [B, T, 1, N]: one for all heads.
+    c: [B, T, 1, N].
+  """
+
+  x: jax.Array
+  dt: jax.Array
+  a: jax.Array
+  b: jax.Array
+  c: jax.Array
 
 
 class Mamba2Cache(NamedTuple):
@@ -22,7 +41,7 @@ class Mamba2Cache(NamedTuple):
   """
 
   convolution: jax.Array
-  state: jax.Array
+  state: Cache
 
 
 class Mamba2(Mixer):
@@ -83,7 +102,7 @@ class Mamba2(Mixer):
     uniform = symmetric_uniform(self.num_taps**-0.5)
     taps = self.param("taps", uniform, (self.num_taps, mixed), jnp.float32).astype(self.dtype)
     taps_bias = self.param("taps_bias", uniform, (mixed,), jnp.float32).astype(self.dtype)
-    dt_bias = self.param("dt_bias", _dt_bias, (heads,), jnp.float32)
+    dt_bias = self.param("dt_bias", draw_dt_bias, (heads,), jnp.float32)
     a_log = self.param("a_log", _a_log, (heads,), jnp.float32)
     skip = self.param("skip", nn.initializers.ones, (heads,), jnp.float32)
     gain = self.param("gain", nn.initializers.ones, (inner,), jnp.float32)
@@ -104,19 +123,37 @@ class Mamba2(Mixer):
     c_btgn = c_btn[:, :, None]
     dt_bth = nn.softplus(dt_bth.astype(jnp.float32) + dt_bias[None, None])
     a = -jnp.exp(a_log)
-    if cache is None:
-      y_bthp = ops.selective_state_space(
-        x_bthp, dt_bth, a, b_btgn, c_btgn, document_starts=context.document_starts
-      )
-    else:
-      y_bthp, state = ops.selective_state_space_cached(
-        x_bthp, dt_bth, a, b_btgn, c_btgn, cache.state, lengths=context.lengths
-      )
+    selective = SelectiveInputs(x_bthp, dt_bth, a, b_btgn, c_btgn)
+    before = None if cache is None else cache.state
+    y_bthp, state = self.read_states(inputs, selective, context, before)
+    if cache is not None:
       cache = cache._replace(state=state)
     y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * x_bthp.astype(jnp.float32)
     y_bti = y_bthp.reshape(batch, length, inner) * nn.silu(z_bti.astype(jnp.float32))
     out = linear(self, width, "out", scale=self.out_scale)
     return out(norms.rms_norm(y_bti, gain).astype(self.dtype)), cache
+
+  def read_states(
+    self, inputs: jax.Array, selective: SelectiveInputs, context: Context, state: Cache
+  ) -> tuple[jax.Array, Cache]:
+    """Computes h_t c_t, [B, T, H, P], and the state after them if there is one before.
+
+    A subclass with other states writes it, and `init_state`.
+
+    Args:
+      inputs: u, [B, T, D].
+      selective: what the states are computed from.
+      context: see `Context`.
+      state: None for whole rows, or from `init_state` or the previous call.
+    """
+    if state is None:
+      y_bthp = ops.selective_state_space(*selective, document_starts=context.document_starts)
+      return y_bthp, None
+    return ops.selective_state_space_cached(*selective, state, lengths=context.lengths)
+
+  def init_state(self, batch: int, num_heads: int) -> Cache:
+    """The state before the first position."""
+    return ops.init_selective_state(batch, num_heads, self.head_width, self.state_width)
 
   def init_cache(self, batch: int, width: int) -> Mamba2Cache:
     """See `Mixer`."""
@@ -124,8 +161,7 @@ class Mamba2(Mixer):
     past = ops.init_short_convolution_cache(
       batch, self.num_taps, inner + 2 * self.state_width, self.dtype
     )
-    state = ops.init_selective_state(batch, heads, self.head_width, self.state_width)
-    return Mamba2Cache(past, state)
+    return Mamba2Cache(past, self.init_state(batch, heads))
 
   def _sizes(self, width: int) -> tuple[int, int]:
     """I and H."""
@@ -137,7 +173,7 @@ class Mamba2(Mixer):
     return inner, inner // self.head_width
 
 
-def _dt_bias(key, shape, dtype):
+def draw_dt_bias(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
   """The inverse of softplus at exp(U(log 0.001, log 0.1)), so that steps begin there."""
   log_step = jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1))
   step = jnp.maximum(jnp.exp(log_step), 1e-4)
