@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import dpjax
+import dpjax_relatives
 from dpjax.config import registry, sections
 from dpjax.config.setting import Setting
 
@@ -27,7 +28,9 @@ _COMPONENTS = {
   "model.mixer": "The token mixer, which replaces self-attention. `model.first.mixer` and "
   "`model.last.mixer` have the same settings; their default, None, means `model.mixer`. Several "
   "mixers alternate: `--config.model.mixer=we,attention`; `--config.model.mixer.1.num_heads=4` "
-  "then changes a setting of the second.",
+  "then changes a setting of the second. "
+  f"{', '.join(f'`{name}`' for name in dpjax_relatives.MIXERS)} need the package of "
+  "[linear attention](relatives.md).",
   "model.boundaries": "Where segments end, in a model with token pooling. "
   "`model.middle.boundaries` has the same settings.",
   "data.tokenizer": "Splits the text into tokens. `file` may also be `bert_base_cased`, `gpt2`, or "
@@ -102,7 +105,9 @@ def table(rows: list[str]) -> str:
 
 
 def page() -> str:
-  """The full page."""
+  """The full page, with the mixers of `dpjax_relatives`, but without those of other plugins."""
+  for name, mixer in dpjax_relatives.MIXERS.items():
+    dpjax.register_mixer(name, mixer)
   config = dpjax.config.default()
   parts = [_INTRODUCTION]
   of_components = tuple(f"{key}." for key in sections.component_keys(config))
@@ -122,6 +127,8 @@ def page() -> str:
     components = sections.component_keys(config)[key].registry
     parts.append(f"## {key}\n\n{about}\n")
     for name in components.names():
+      if not components.is_builtin(name) and name not in dpjax_relatives.MIXERS:
+        continue
       if name == "none":
         parts.append("### none\n\nA model without token pooling.\n")
         continue

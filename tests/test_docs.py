@@ -13,6 +13,7 @@ import pytest
 
 import dpjax
 import dpjax_papers
+import dpjax_relatives
 from tests import helpers, test_imports
 
 README = (helpers.ROOT / "README.md").read_text(encoding="utf-8")
@@ -196,8 +197,9 @@ def test_links_between_pages_hold_and_the_index_names_every_guide():
 
 
 def test_every_module_says_what_it_is_and_its_doctests_hold():
-  papers = pkgutil.walk_packages(dpjax_papers.__path__, "dpjax_papers.")
-  for found in (*pkgutil.walk_packages(dpjax.__path__, "dpjax."), *papers):
+  packages = (dpjax, dpjax_papers, dpjax_relatives)
+  modules = [pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in packages]
+  for found in itertools.chain(*modules):
     if found.name.rpartition(".")[2] in ("train", "evaluate", "generate"):
       continue  # Programs, which define flags of one name each.
     module = importlib.import_module(found.name)

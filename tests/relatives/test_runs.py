@@ -1,0 +1,79 @@
+"""Models with mixers of `dpjax_relatives` train and generate."""
+
+import jax
+import numpy as np
+import pytest
+
+import dpjax
+from dpjax.config import registry
+from dpjax.models import build
+from dpjax_relatives import MIXERS
+from tests import helpers
+
+pytest.importorskip("jla")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+  """The mixers by name; nothing of them is left in the registry."""
+  monkeypatch.setattr(registry.mixers, "_registered", dict(registry.mixers._registered))
+  for name, mixer in MIXERS.items():
+    dpjax.register_mixer(name, mixer)
+
+
+def train(config, workdir):
+  config.train.update(dict(num_steps=4, eval_every_steps=4, checkpoint_every_steps=4))
+  run, _ = dpjax.train(config, workdir)
+  return run
+
+
+def assert_cached_steps_give_the_logits_of_whole_rows(run):
+  tokens = run.tokens("test")[: 3 * 17].reshape(3, 17)
+  whole = jax.jit(run.model.apply)({"params": run.params}, tokens)
+  step = helpers.make_step(run.model, run.params)
+  schedule = [(9, (9, 4, 0)), (1, (1, 1, 1)), (9, (7, 9, 7)), (9, (0, 3, 9))]
+  logits = helpers.by_chunks(step, run.model.init_cache(3), tokens, schedule)
+  helpers.assert_found(logits, whole)
+
+
+def test_a_pattern_of_mixers(text, tmp_path):
+  config = helpers.small_config(text)
+  kda = dpjax.config.mixer("kda", num_heads=3)
+  config.model.mixer = (kda, dpjax.config.mixer("attention", num_heads=3))
+  run = train(config, tmp_path / "run")
+  assert_cached_steps_give_the_logits_of_whole_rows(run)
+  loaded = dpjax.load(tmp_path / "run")
+  continuations = [each.generate("the cat", length=9, temperature=0.0) for each in (run, loaded)]
+  assert continuations[0] == continuations[1]
+
+
+def test_the_middle_of_an_hourglass(text, tmp_path):
+  config = helpers.pooled_config(text, "whitespace")
+  config.model.first.mixer = config.model.last.mixer = config.model.mixer
+  config.model.mixer = dpjax.config.mixer("gated_deltanet", num_heads=3)
+  run = train(config, tmp_path / "run")
+  assert len(run.generate("the cat", length=9)[0]) > 0
+  assert_cached_steps_give_the_logits_of_whole_rows(run)
+
+
+def test_export_and_look_say_what_they_leave_out(text, tmp_path, caplog):
+  config = helpers.small_config(text)
+  config.model.mixer = dpjax.config.mixer("deltanet", num_heads=3)
+  run = train(config, tmp_path / "run")
+  run.save(tmp_path / "out")
+  assert "out: without numpy_model.py, which has no code for deltanet" in caplog.text
+  assert not (tmp_path / "out/numpy_model.py").exists()
+  other = dpjax.load(tmp_path / "out")
+  assert other.generate("the cat", temperature=0.0) == run.generate("the cat", temperature=0.0)
+  caplog.clear()
+  dpjax.look(run, "the cat sat")
+  assert "no weights for the layers 1 DeltaNet, 2 DeltaNet" in caplog.text
+
+
+def test_documents_in_a_row_train(text, tmp_path):
+  config = helpers.small_config(text)
+  config.model.mixer = dpjax.config.mixer("log_linear_mamba2", state_width=5, head_width=4)
+  config.data.isolate_documents = True
+  run = train(config, tmp_path / "run")
+  assert np.isfinite(run.score("the cat sat")["nats_per_token"])
+  assert build.build_model(run.config.model) == run.model
