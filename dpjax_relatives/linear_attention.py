@@ -11,8 +11,7 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from dpjax import ops
-from dpjax.layers import Context, Mixer
-from dpjax.layers.common import check_settings, linear, symmetric_uniform
+from dpjax.layers import Context, Mixer, check_settings, linear, symmetric_uniform
 from dpjax.layers.mamba2 import draw_dt_bias
 from dpjax.layers.mixer import features_per_head
 from dpjax.ops import arrays, norms

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dpjax.layers import Context, Mamba2
-from dpjax.layers.common import check_settings, linear
+from dpjax.layers import Context, Mamba2, check_settings, linear
 from dpjax.layers.mamba2 import SelectiveInputs
 from dpjax.ops.documents import mask_padding
 from dpjax_relatives import recurrences
@@ -88,13 +87,14 @@ class LogLinearMamba2(Mamba2):
     # A row of documents may be longer than `max_length`, but no document reaches its levels.
     more = max(0, _num_levels(length) - self.num_levels)
     arrays["level_scales"] = jnp.pad(arrays["level_scales"], [(0, 0), (0, 0), (0, 0), (0, more)])
-    return recurrences.run(
+    y_bthp, _ = recurrences.run(
       "log_linear_simple_gla",
       arrays,
       context,
       implementation=self.implementation,
       scale=1.0,
     )
+    return y_bthp, None
 
   def init_state(self, batch: int, num_heads: int) -> LevelStates:
     """See `dpjax.layers.Mamba2`."""

@@ -57,7 +57,7 @@ def _array_handler() -> ocp.type_handlers.TypeHandler:
   Orbax closes its event loop after an error, and each array that is still being read would then
   print that the loop is closed.
   """
-  handler = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
+  handler: Any = copy.copy(ocp.type_handlers.get_type_handler(jax.Array))
   handler.metadata = _patiently(handler.metadata)
   handler.deserialize = _patiently(handler.deserialize)
   return handler
