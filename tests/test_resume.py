@@ -255,6 +255,31 @@ def test_two_processes_stop_together_and_refuse_together(text, tmp_path):
   assert not any("Traceback" in text for text in printed), printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_process_ends_the_other_with_one_line_and_both_resume(text, tmp_path, number):
+  config = helpers.small_config(
+    text, num_steps=300, eval_every_steps=300, checkpoint_every_steps=20, log_every_steps=1
+  )
+  whole, killed = tmp_path / "whole", tmp_path / "killed"
+  processes = start_two(config, killed)
+  wait_until(lambda: last_step(killed) >= 30, processes)
+  processes[number].kill()
+  printed = finish(processes[1 - number], seconds=60)
+  assert processes[1 - number].returncode == 1, printed
+  expected = "processes: expected all to go on, but another one has ended; see its log. The same"
+  assert printed.splitlines()[-1].startswith(expected), printed
+  assert "Traceback" not in printed
+  for workdir in (killed, whole):
+    processes = start_two(config, workdir)
+    printed = finish_all(processes)
+    assert [process.returncode for process in processes] == [0, 0], printed
+    assert ("Resuming from the checkpoint" in printed[0]) == (workdir == killed)
+  losses = (killed / "losses.f32").read_bytes()
+  assert losses == (whole / "losses.f32").read_bytes() and len(losses) == 4 * 300
+  chex.assert_trees_all_equal(*(dpjax.load(path, 300).params for path in (whole, killed)))
+
+
 # What differs in the second process, and what both say.
 DIFFERENT = {
   "learning rate": ("--config.train.learning_rate=0.5", "train.learning_rate = 0.003 .* and 0.5 "),

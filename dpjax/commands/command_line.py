@@ -240,10 +240,11 @@ def start(parser: Parser, command: Command, words: Sequence[str] | None = None) 
     # Orbax logs each of its steps at INFO.
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
     if parser.is_distributed:
-      processes.join(options)
-      processes.check_platform()
-      processes.set_compilation_cache(options.compilation_cache)
-      command(options)
+      with processes.ending_with_others():
+        processes.join(options)
+        processes.check_platform()
+        processes.set_compilation_cache(options.compilation_cache)
+        command(options)
     else:
       # Arguments of functions are named like the flags.
       with exit_on_user_error(parser.flags()):

@@ -1,12 +1,15 @@
 """Joins the processes of a run, starts JAX, and keeps what it compiles."""
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import tempfile
 import threading
+import traceback
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from dpjax.errors import UserError, not_writable
@@ -14,6 +17,10 @@ from dpjax.errors import UserError, not_writable
 _MAX_JOIN_SECONDS = 10**6
 # The flags in which the processes of a run may differ, and the settings.
 _OWN = ("config", "coordinator", "process_id", "join_seconds", "compilation_cache", "flagfile")
+
+# What errors say where another process does not answer: of Gloo, which joins CPUs, NCCL, GPUs, and
+# JAX's coordination service.
+_LOST = re.compile("Gloo|NCCL|BarrierError|heartbeat timeout|[Cc]oordination service")
 
 
 def check_platform() -> None:
@@ -85,6 +92,29 @@ def _check_same_flags(options: Namespace) -> None:
   processes.check_same(values)
 
 
+@contextlib.contextmanager
+def ending_with_others() -> Iterator[None]:
+  """Ends this process at once, with one line, if another process of its run has ended.
+
+  JAX would wait for that process at the exit, and then print what its threads saw.
+  """
+  try:
+    yield
+  except RuntimeError as error:
+    import jax
+
+    is_lost = isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error))
+    if not is_lost or not jax.distributed.is_initialized():
+      raise
+    if os.environ.get("DPJAX_TRACEBACK"):
+      traceback.print_exc()
+    expected = "expected all to go on, but another one has ended; see its log"
+    print(f"processes: {expected}. The same commands resume the run.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # What is being saved in the background stays incomplete, as after a kill.
+
+
 def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
   """Starts `jax.distributed`; ends the process if the others do not come in time.
 
@@ -113,6 +143,8 @@ def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
       options.num_processes,
       options.process_id,
       initialization_timeout=seconds + 60,
+      # A process that gives no sign of life for so long has ended.
+      heartbeat_timeout_seconds=25,
     )
   except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:
     expected = "process 0 to be able to listen there"

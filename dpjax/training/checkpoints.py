@@ -99,9 +99,11 @@ class Checkpoints(contextlib.AbstractContextManager):
     self._policies: list[managers.PreservationPolicy] = []
     self._stack = contextlib.ExitStack()
 
-  def __exit__(self, *_) -> None:
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    # Where another process has ended, Orbax would wait for it for minutes.
+    may_be_alone = jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
     with self._stack:
-      if self._manager:
+      if self._manager and not may_be_alone:
         with contextlib.closing(self._manager), self._writing():
           self._manager.wait_until_finished()
 
