@@ -47,8 +47,8 @@ class LinearAttention(Mixer):
     key_width: K; None: D / H.
     value_width: V; None: D / H.
     num_taps: the positions that the convolution reads; 0: no convolution.
-    implementation: of the recurrence: `reference`, position by position; `chunked`; `mosaic_gpu`;
-      None: the fastest that there is for the device.
+    implementation: `reference` runs the recurrence position by position, `chunked` by chunks,
+      `mosaic_gpu` as a kernel of Hopper GPUs, and None as the fastest that suits the device.
 
   For the other attributes see `dpjax.layers.Mixer`.
   """
@@ -195,7 +195,7 @@ class LinearAttention(Mixer):
 
 
 class DeltaNet(LinearAttention):
-  """The delta rule: S moves towards the S^T k = v of each position. It has no output gate.
+  """DeltaNet, the delta rule: each position moves S towards S^T k = v. It has no output gate.
 
     S_t  = S_{t-1} + b_t k_t (v_t - S_{t-1}^T k_t)^T            b_t = sigmoid(x_t W_beta), [H]
     y_t  = S_t^T q_t / sqrt(K)
@@ -217,7 +217,7 @@ class DeltaNet(LinearAttention):
 
 
 class GatedDeltaNet(LinearAttention):
-  """The delta rule on a state that decays by head.
+  """Gated DeltaNet: the delta rule on a state that decays by head.
 
     S'_t = exp(g_t) S_{t-1}                     g_t = -exp(a_log) softplus(x_t W_decay + dt_bias)
     S_t  = S'_t + b_t k_t (v_t - S'_t^T k_t)^T                     b_t = sigmoid(x_t W_beta), [H]
@@ -239,7 +239,7 @@ class GatedDeltaNet(LinearAttention):
 
 
 class GatedDeltaNet2(LinearAttention):
-  """The delta rule on a state that decays by feature of the keys, with two gates of that kind.
+  """Gated DeltaNet-2: the delta rule with gates for what it erases and for what it writes.
 
     S'_t = diag(exp(g_t)) S_{t-1}
     S_t  = S'_t + k_t (w_t * v_t - S'_t^T (b_t * k_t))^T

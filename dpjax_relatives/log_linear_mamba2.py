@@ -38,8 +38,8 @@ class LogLinearMamba2(Mamba2):
   several positions in a step are read one by one. A row cannot grow beyond `max_length`.
 
   Attributes:
-    implementation: of whole rows: `reference`, position by position; `chunked`; None: the fastest
-      that there is for the device.
+    implementation: `reference` runs whole rows position by position, `chunked` by chunks, and None
+      as the fastest that suits the device.
 
   Source: Guo et al. 2025, arXiv:2506.04761.
   """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dpjax_relatives import MIXERS, LogLinearMamba2
+from tests import helpers
 
 pytest.importorskip("jla")
 
@@ -35,7 +36,7 @@ def linear_attention_of_jla(name):
     output_gate=kind != "deltanet",
   )
   layer = layers.make_mixer(kind, D, config, key=jax.random.key(3), **COMMON)
-  mixer = MIXERS[kind](256, num_heads=2, key_width=8, value_width=12, num_taps=num_taps)
+  mixer = MIXERS[kind](max_length=256, num_heads=2, key_width=8, value_width=12, num_taps=num_taps)
   return layer, mixer
 
 
@@ -46,7 +47,7 @@ def log_linear_mamba2_of_jla():
 
   config = SSMConfig(d_state=16, head_dim=16, log_linear_levels=9)
   layer = Mamba2(D, config, key=jax.random.key(3), **COMMON)
-  return layer, LogLinearMamba2(256, state_width=16, head_width=16)
+  return layer, LogLinearMamba2(max_length=256, state_width=16, head_width=16)
 
 
 def dense(linear):
@@ -186,7 +187,7 @@ def compare_steps(pair) -> dict[str, float]:
   inputs, _ = draw_inputs()
   cache_of_jla = pair.layer.init_cache(B, jnp.float32)
   cache = pair.mixer.init_cache(B, D)
-  step_of_jla = jax.jit(pair.layer.step)
+  step_of_jla = jax.jit(lambda x, cache: pair.layer.step(x, cache))  # jla's method has no hash.
   step = jax.jit(partial(pair.mixer.apply, {"params": pair.params}, method="step"))
   expected = []
   outputs = []
@@ -209,12 +210,20 @@ def print_differences(name, what, found) -> None:
   print(f"{name}, {what}: {found[worst]:.1e} ({worst})")
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["rows", "documents"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+  "name, is_packed",
+  [
+    helpers.slow_unless(is_packed or name == "gated_deltanet", name, is_packed)
+    for name in NAMES
+    for is_packed in (False, True)
+  ],
+)
 def test_whole_rows_and_gradients(name, is_packed):
   found = compare_whole_rows(make_pair(name), is_packed)
   print_differences(name, "documents" if is_packed else "rows", found)
-  assert max(found.values()) < 1e-5, found
+  assert found["outputs"] < 1e-5
+  # That by a_log is a sum over all positions, whose terms cancel.
+  assert max(found.values()) < 3e-5, found
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -29,8 +29,9 @@ def train(config, workdir):
 
 def assert_cached_steps_give_the_logits_of_whole_rows(run):
   tokens = run.tokens("test")[: 3 * 17].reshape(3, 17)
-  whole = jax.jit(run.model.apply)({"params": run.params}, tokens)
-  step = helpers.make_step(run.model, run.params)
+  params = jax.device_get(run.params)  # They are on several devices.
+  whole = jax.jit(run.model.apply)({"params": params}, tokens)
+  step = helpers.make_step(run.model, params)
   schedule = [(9, (9, 4, 0)), (1, (1, 1, 1)), (9, (7, 9, 7)), (9, (0, 3, 9))]
   logits = helpers.by_chunks(step, run.model.init_cache(3), tokens, schedule)
   helpers.assert_found(logits, whole)
