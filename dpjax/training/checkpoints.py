@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from dpjax.training.trainer import TrainState
 FORMAT = 1  # checkpoint format; a version reads its own and all earlier ones
 
 _log = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -64,14 +65,14 @@ def _array_handler() -> ocp.type_handlers.TypeHandler:
 
 
 def _patiently(
-  read: Callable[..., Coroutine[Any, Any, Result]],
-) -> Callable[..., Coroutine[Any, Any, Result]]:
+  read: Callable[Arguments, Coroutine[Any, Any, Result]],
+) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
   """The function, which after an error also waits for the tasks that it began."""
 
-  async def read_patiently(*args: Any) -> Result:
+  async def read_patiently(*args: Arguments.args, **settings: Arguments.kwargs) -> Result:
     before = asyncio.all_tasks()
     try:
-      return await read(*args)
+      return await read(*args, **settings)
     except Exception:
       if tasks := asyncio.all_tasks() - before:
         await asyncio.wait(tasks, timeout=10)

@@ -153,7 +153,7 @@ def test_an_error_of_one_array_waits_for_the_others(folder, name, monkeypatch):
     await asyncio.sleep(0.1)
     read.append(name)
 
-  async def fail(*_):
+  async def fail(*_, **__):
     read_others = asyncio.ensure_future(read_slowly())
     await asyncio.sleep(0)
     raise ValueError(f"damaged, while {read_others} reads")

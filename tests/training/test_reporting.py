@@ -178,10 +178,11 @@ import jax
 from dpjax.training import reporting
 
 jax.devices()
-before = {{*threading.enumerate()}}
+before = {{x.name for x in threading.enumerate()}}
 with reporting.Reporter({str(tmp_path)!r}, 0, 7) as reporter:
   reporter.report(1, "train", {{"loss": 1.5}})
-  print({{*threading.enumerate()}} - before, sys.modules.get("torch"))
+  started = {{x.name for x in threading.enumerate()}} - before - {{"tqdm_monitor"}}
+  print(started, sys.modules.get("torch"))
 """
   options = dict(env=helpers.environment(), capture_output=True, text=True, check=False)
   done = subprocess.run([sys.executable, "-c", code], **options)
