@@ -65,10 +65,10 @@ def _parser() -> command_line.Parser:
   parser.add_argument("--minutes", type=minutes, default=0.0, help=about)
   about = """a folder of texts, each a folder or .txt file by its corpus's name (the name of a
   stand-in goes on after that), and of vocabularies in its folder vocabularies; or a folder that
-  --tokenize made; empty: what is missing is downloaded into data/"""
-  parser.add_argument("--data", type=command_line.path, default="", help=about)
+  --tokenize made; by default, what is missing is downloaded into data/"""
+  parser.add_argument("--data", type=command_line.path, help=about)
   about = "a folder for the tokens of the rows, to use as --data elsewhere; trains nothing"
-  parser.add_argument("--tokenize", type=command_line.path, default="", help=about)
+  parser.add_argument("--tokenize", type=command_line.path, help=about)
   for name, about in (("runs", "the runs' folders"), ("out", "the reports")):
     folder = "runs/reproduce" if name == "runs" else "results/reproduce"
     about = f"where {about} are written"

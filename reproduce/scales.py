@@ -161,7 +161,7 @@ def cut(config: ConfigDict, scale: str) -> None:
   data.path = str(folder.resolve())
 
 
-def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]:
+def find_text(config: ConfigDict, folder: str | Path | None) -> tuple[str, Path | None]:
   """The name of an experiment's text, and its path in a folder of texts.
 
   It is NAME: a folder with {train,valid,test}.txt, or a file with the ending .txt. Names of
@@ -173,8 +173,9 @@ def find_text(config: ConfigDict, folder: str | Path) -> tuple[str, Path | None]
     ValueError: the folder has no such text, or more than one.
   """
   wanted, names = config.data.name, {*sources.SOURCES}
-  is_manual = wanted == sources.PYTHON_MANUAL and not Path(folder, wanted).exists()
-  if not folder or is_manual:
+  if folder is None:
+    return wanted, None
+  if wanted == sources.PYTHON_MANUAL and not Path(folder, wanted).exists():
     return wanted, None
   found = {}
   for path in sorted(Path(folder).glob("*")):

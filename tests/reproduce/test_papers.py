@@ -66,7 +66,7 @@ def test_texts_are_found_by_name(tmp_path):
 
   def find(name):
     config.data.name = name
-    assert scales.find_text(config, "")[1] is None
+    assert scales.find_text(config, None)[1] is None
     text, path = scales.find_text(config, tmp_path)
     return text, str(path.relative_to(tmp_path))
 
