@@ -45,13 +45,15 @@ def run(
     scale: a factor of the queries; None: 1/sqrt(K).
   """
   ops = importlib.import_module("jla.ops")
+  length = arrays["q"].shape[1]
   segment_ids = None
-  if context.document_starts is not None:
+  # A single position is one document; `jla` 0.1.0 fails if it is told so.
+  if context.document_starts is not None and length > 1:
     segment_ids = jnp.cumsum(context.document_starts, axis=1, dtype=jnp.int32)
   if state is not None:
     # Padding then neither decays the state nor writes to it.
     arrays = {name: mask_padding(x, context.lengths)[0] for name, x in arrays.items()}
-    if arrays["q"].shape[1] == 1:
+    if length == 1:
       implementation = "reference"  # A chunk would be mostly padding.
   outputs, state_after = ops.linear_attention(
     kind,

@@ -64,6 +64,15 @@ def test_documents_do_not_change_each_other_position_by_position(name):
   testing.check_mixer(make, width=width_of(name, "documents"), relations=["documents"])
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_document_of_a_single_position(name):
+  module = MIXERS[name](max_length=5, **SMALL[name])
+  inputs = jnp.ones((2, 1, WIDTH_OF_MAMBA2))
+  output, variables = module.init_with_output(jax.random.key(0), inputs)
+  starts = jnp.ones((2, 1), jnp.int32)
+  np.testing.assert_array_equal(module.apply(variables, inputs, document_starts=starts), output)
+
+
 @pytest.mark.parametrize("max_length", [2, 3, 150])
 def test_steps_of_any_size_add_up_the_states_of_the_levels(max_length):
   module = LogLinearMamba2(max_length=max_length, state_width=3, head_width=4, expand=1)
