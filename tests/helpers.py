@@ -47,6 +47,11 @@ def vocabulary(name: str, size: int) -> dict[str, int]:
   return {"vocab_size": size} if "vocab_size" in registry.tokenizers.settings(name) else {}
 
 
+def builtin(known: registry.Registry) -> list[str]:
+  """The names of dpjax's own components, whichever plugins other tests have loaded."""
+  return [name for name in known.names() if known.is_builtin(name)]
+
+
 def component(known: registry.Registry, name: str, **settings):
   """The section of a component; settings that it lacks are ignored."""
   return known.section(name, **{x: settings[x] for x in settings if x in known.settings(name)})

@@ -27,7 +27,7 @@ KINDS = {
 
 
 def test_all_kinds_are_here():
-  assert {"none", "entropy_threshold", *KINDS} == {*registry.boundaries.names()}
+  assert {"none", "entropy_threshold", *KINDS} == {*helpers.builtin(registry.boundaries)}
 
 
 @pytest.mark.parametrize("relation", testing.BOUNDARY_RELATIONS)

@@ -230,8 +230,12 @@ def test_relative_positions_are_gathered_before_the_tiles():
   assert compilation._COLLECTIVE.findall(text).count("all-gather") <= 1
 
 
-BOUNDARIES = [x for x in registry.boundaries.names() if x not in ("none", "entropy_threshold")]
-MODELS = [(x, "none") for x in registry.mixers.names()] + [("attention", x) for x in BOUNDARIES]
+BOUNDARIES = [
+  x for x in helpers.builtin(registry.boundaries) if x not in ("none", "entropy_threshold")
+]
+MODELS = [(x, "none") for x in helpers.builtin(registry.mixers)] + [
+  ("attention", x) for x in BOUNDARIES
+]
 QUICK = [("dispatcher", "none"), ("attention", "gumbel")]
 
 

@@ -75,7 +75,7 @@ def test_keeps_the_contract(name, relation):
 
 def test_the_table_of_built_in_mixers_is_complete():
   makers = {name: getattr(make, "func", make) for name, (make, _) in MIXERS.items()}
-  names = filter(registry.mixers.is_builtin, registry.mixers.names())
+  names = helpers.builtin(registry.mixers)
   assert makers == {name: registry.mixers.component(name) for name in names}
 
 

@@ -64,7 +64,8 @@ def test_answers_and_distances(task):
 
 
 @pytest.mark.parametrize(
-  "mixer", [helpers.slow_unless(name == "dispatcher", name) for name in registry.mixers.names()]
+  "mixer",
+  [helpers.slow_unless(name == "dispatcher", name) for name in helpers.builtin(registry.mixers)],
 )
 def test_equal_sizes_and_reach(mixer):
   settings = probes.Settings()

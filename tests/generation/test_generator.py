@@ -415,9 +415,9 @@ def test_only_what_a_layer_casts_is_rounded():
 
 @pytest.mark.parametrize(
   "settings",
-  [dict(mixer=name, **ONE) for name in registry.mixers.names()]
+  [dict(mixer=name, **ONE) for name in helpers.builtin(registry.mixers)]
   + [dict(boundaries=name, **POOLED) for name in ("gumbel", "routing")],
-  ids=[*registry.mixers.names(), "gumbel", "routing"],
+  ids=[*helpers.builtin(registry.mixers), "gumbel", "routing"],
 )
 def test_matrices_are_stored_in_bfloat16(settings):
   generator, _ = make(seed=None, dtype="bfloat16", **settings)

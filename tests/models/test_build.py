@@ -48,7 +48,7 @@ def positions(num_heads):
   return attention.SharedPositions(num_heads, 0.1, **DRAWN)
 
 
-@pytest.mark.parametrize("mixer", registry.mixers.names())
+@pytest.mark.parametrize("mixer", helpers.builtin(registry.mixers))
 def test_every_setting_arrives(mixer):
   names = registry.mixers.settings(mixer).keys() - {"has_feed_forward"}
   forms = ops.CAUSAL_CONVOLUTION if "adjustment" in names or mixer == "me" else ops.SHIFT_AND_SUM

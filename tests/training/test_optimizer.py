@@ -184,7 +184,7 @@ MASKS = [
 
 def test_masks_of_a_model_with_everything():
   outer, inner = (dpjax.config.boundaries(name, num_buckets=2) for name in ("gumbel", "routing"))
-  names = [x for x in registry.mixers.names() if not registry.mixers.origin(x)]
+  names = helpers.builtin(registry.mixers)
   sizes = dict(num_heads=2, head_width=4)
   every = [helpers.component(registry.mixers, x, **sizes) for x in names]
   config = helpers.model_settings(
