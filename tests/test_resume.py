@@ -231,7 +231,8 @@ def test_two_processes_train_as_one(text, tmp_path, variant):
   printed = finish(start(config, tmp_path / "one"))
   assert printed.count("The test split") == 1
   params = [dpjax.load(tmp_path / name, 10).params for name in ("two", "one")]
-  chex.assert_trees_all_close(*params, atol=1e-5)
+  # Adam divides small gradients by their size, and so makes more of their rounding.
+  chex.assert_trees_all_close(*params, atol=1e-4)
   one, two = (dpjax.load(tmp_path / name) for name in ("one", "two"))
   text = "the cat sat on a mat"
   assert one.score(text) == pytest.approx(two.score(text), rel=1e-4)
