@@ -88,6 +88,11 @@ def test_each_part_runs_and_is_reported(name, parts, tmp_path):
     assert found["machine"]["cores"] >= 1 and f"--parts={parts}" in found["command"]
     assert found["cases"]
     for entry in found["cases"]:
-      for row in entry["rows"].values():
-        assert row["quiet"]["milliseconds"] > 0 and row["busy"]["ratio"] > 0
+      for program, row in entry["rows"].items():
+        if row.get("left_out") == "PyTorch is not installed":
+          assert program == "attention, PyTorch"
+          continue
+        assert row["quiet"]["milliseconds"] > 0
+        # Long rows take too long to be measured twice.
+        assert name == "long_rows" or row["busy"]["ratio"] > 0
   assert out.with_suffix(".png").stat().st_size > 9_000
