@@ -161,8 +161,12 @@ class Checkpoints(contextlib.AbstractContextManager):
       with contextlib.suppress(Exception):  # fails for the same reason
         if self._manager:
           self._manager.wait_until_finished()
-      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
+      for _ in range(20):  # Writes of other arrays may still add files.
+        for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+          shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.05)
+        if not any(self._folder.glob("*.orbax-checkpoint-tmp*")):
+          break
       raise not_writable("workdir", self._folder, _system_reason(error)) from error
 
   def restore(
