@@ -57,6 +57,19 @@ def not_writable(key: str, folder: Any, error: Any) -> UserError:
   return UserError(f"{key}: expected a folder that can be written, got {folder} ({reason})")
 
 
+# What errors say where another process does not answer: of Gloo, which joins CPUs, NCCL, GPUs, and
+# JAX's coordination service.
+_LOST = re.compile("Gloo|NCCL|BarrierError|heartbeat timeout|[Cc]oordination service")
+
+
+def is_lost_process(error: BaseException | None) -> bool:
+  """Whether an error says that another process of a distributed run does not answer."""
+  import jax
+
+  is_of_jax = isinstance(error, jax.errors.JaxRuntimeError) and jax.distributed.is_initialized()
+  return is_of_jax and _LOST.search(str(error)) is not None
+
+
 class Interrupted(Exception):  # noqa: N818
   """A signal, or `should_stop` (signal None), stopped the run after it saved a checkpoint."""
 

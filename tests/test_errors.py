@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dpjax
+from dpjax import errors
 from dpjax.errors import Interrupted, UserError, exit_on_user_error, unknown_setting
 from tests import helpers
 
@@ -118,3 +119,18 @@ def test_a_state_beyond_the_memory_is_refused_before_it_is_made(text, tmp_path, 
   with pytest.raises(UserError, match=message):
     dpjax.train(config, tmp_path / "run")
   assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+  ("error", "is_lost"),
+  [
+    (jax.errors.JaxRuntimeError("Gloo AllReduce failed: Connection closed by peer"), True),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+    (RuntimeError("Gloo is a word of somebody else's, too"), False),
+    (None, False),
+  ],
+)
+def test_only_an_error_of_communication_is_a_lost_process(error, is_lost, monkeypatch):
+  assert not errors.is_lost_process(error)  # of a process that is alone
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  assert errors.is_lost_process(error) == is_lost

@@ -11,16 +11,13 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from dpjax.errors import UserError, not_writable
+from dpjax.errors import UserError, is_lost_process, not_writable
 
 _MAX_JOIN_SECONDS = 10**6
 # The flags in which the processes of a run may differ, and the settings.
 _OWN = ("config", "coordinator", "process_id", "join_seconds", "compilation_cache", "flagfile")
-
-# What errors say where another process does not answer: of Gloo, which joins CPUs, NCCL, GPUs, and
-# JAX's coordination service.
-_LOST = re.compile("Gloo|NCCL|BarrierError|heartbeat timeout|[Cc]oordination service")
 
 
 def check_platform() -> None:
@@ -94,25 +91,30 @@ def _check_same_flags(options: Namespace) -> None:
 
 @contextlib.contextmanager
 def ending_with_others() -> Iterator[None]:
-  """Ends this process at once, with one line, if another process of its run has ended.
+  """Ends this process at once, with one line, if another process of its run does not answer.
 
   JAX would wait for that process at the exit, and then print what its threads saw.
   """
   try:
     yield
   except RuntimeError as error:
-    import jax
-
-    is_lost = isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error))
-    if not is_lost or not jax.distributed.is_initialized():
+    if not is_lost_process(error):
       raise
     if os.environ.get("DPJAX_TRACEBACK"):
       traceback.print_exc()
-    expected = "expected all to go on, but another one has ended; see its log"
-    print(f"processes: {expected}. The same commands resume the run.", file=sys.stderr)
     sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # What is being saved in the background stays incomplete, as after a kill.
+    reason = str(error).splitlines()[0][:200]
+    # What is being saved in the background stays incomplete, as after a kill.
+    _end_at_once(
+      "processes: expected all to go on, but another one has ended or cannot be reached, got: "
+      f"{reason}. Start all of them again; training resumes."
+    )
+
+
+def _end_at_once(message: str) -> NoReturn:
+  """Prints a message and ends the process, though threads wait in C++, which react to nothing."""
+  print(message, file=sys.stderr, flush=True)
+  os._exit(1)
 
 
 def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
@@ -127,8 +129,7 @@ def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
 
   def give_up() -> None:
     expected = f"all processes to meet within {seconds} s (--join_seconds)"
-    print(f"{subject}: expected {expected}, but some did not answer", file=sys.stderr, flush=True)
-    os._exit(1)  # Threads that wait in C++ react to nothing else.
+    _end_at_once(f"{subject}: expected {expected}, but some did not answer")
 
   timer = threading.Timer(seconds, give_up)
   timer.daemon = True
@@ -143,7 +144,7 @@ def _initialize(options: Namespace, subject: str, has_scheduler: bool) -> None:
       options.num_processes,
       options.process_id,
       initialization_timeout=seconds + 60,
-      # A process that gives no sign of life for so long has ended.
+      # A process that gives no sign of life for so long is taken to have ended.
       heartbeat_timeout_seconds=25,
     )
   except (KeyError, OSError, OverflowError, RuntimeError, ValueError) as error:

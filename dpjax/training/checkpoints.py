@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from dpjax import files
-from dpjax.errors import UserError, not_writable
+from dpjax.errors import UserError, is_lost_process, not_writable
 from dpjax.models import names
 from dpjax.training.optimizers import describe_arrays
 from dpjax.training.trainer import TrainState
@@ -101,10 +101,9 @@ class Checkpoints(contextlib.AbstractContextManager):
     self._stack = contextlib.ExitStack()
 
   def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-    # Where another process has ended, Orbax would wait for it for minutes.
-    may_be_alone = jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError)
     with self._stack:
-      if self._manager and not may_be_alone:
+      # Orbax would wait for minutes for a process that has ended.
+      if self._manager and not is_lost_process(error):
         with contextlib.closing(self._manager), self._writing():
           self._manager.wait_until_finished()
 
