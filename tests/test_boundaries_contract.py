@@ -93,6 +93,12 @@ class CountsChunks(EveryThird):
     return super().ends(hidden, context.replace(num_before=None), cache)
 
 
+class ForgetsItsLogits(EveryThird):
+  def find(self, hidden, tokens, context, cache, noise):
+    output = super().find(hidden, tokens, context, cache, noise)
+    return output._replace(logits=hidden[..., 0]) if cache is None else output
+
+
 class GrowsItsCache(EveryThird):
   def find(self, hidden, tokens, context, cache, noise):
     output = super().find(hidden, tokens, context, cache, noise)
@@ -119,6 +125,11 @@ class AveragesRows(EveryThird):
     return jnp.mean(batch["weights"]), None
 
 
+class LosesByRow(EveryThird):
+  def loss(self, stage, batch, logits=None):
+    return jnp.sum(batch["weights"], axis=1), None
+
+
 class CountsPadding(EveryThird):
   def loss(self, stage, batch, logits=None):
     return jnp.sum(stage.boundaries.astype(jnp.float32)), None
@@ -130,10 +141,12 @@ BROKEN = [
   ("causality", ReadsOtherRows, "boundaries, with another row beside it"),
   ("first_token", BeginsLate, "the first token of a row is no boundary"),
   ("chunks", CountsChunks, "boundaries, row 0 from position 5 on"),
+  ("chunks", ForgetsItsLogits, "logits: not always given, row 0"),
   ("chunks", GrowsItsCache, "expected a cache"),
   ("documents", JoinsDocuments, "the document of row 0 from position 1 on"),
   ("counts", CountsTooFew, "max_segments: expected at least 5, got 4"),
   ("counts", MiscountsRows, "count_segments"),
+  ("loss", LosesByRow, r"expected one number, got the shape \(2,\)"),
   ("loss", AveragesRows, "the two rows apart"),
   ("loss", CountsPadding, "without padding"),
 ]

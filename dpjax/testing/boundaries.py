@@ -1,7 +1,6 @@
 """Checks that boundaries fulfil the contract: `dpjax.testing.check_boundaries(MyBoundaries)`."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -13,7 +12,7 @@ from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, StageOutput
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Context
-from dpjax.ops import arrays
+from dpjax.testing.relations import check, choose, draw_zeros, expect
 
 _BATCH = 2
 _LENGTH = 17
@@ -44,20 +43,12 @@ def check_boundaries(
     AssertionError: names the relation that the boundaries break, and says where to look.
     ValueError: `make` makes no `dpjax.layers.Boundaries`, or a relation is unknown.
   """
-  names = [*(BOUNDARY_RELATIONS if relations is None else relations)]
-  for name in names:
-    arrays.choice("relations", name, BOUNDARY_RELATIONS)
+  names = choose(relations, BOUNDARY_RELATIONS)
   module = make()  # A class that cannot be instantiated raises its own error.
   if not isinstance(module, Boundaries):
     raise UserError(f"make: expected a subclass of dpjax.layers.Boundaries, got {module!r}")
   case = _Case(module, width, vocab_size)
-  for name in names:
-    try:
-      BOUNDARY_RELATIONS[name](case)
-    except Exception as error:
-      error_type = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-      statement = inspect.getdoc(BOUNDARY_RELATIONS[name])
-      raise AssertionError(f"{name}: {statement}\n{error_type}{error}") from error
+  check(case, names, BOUNDARY_RELATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +67,12 @@ class _Case:
     return jnp.asarray(hidden, jnp.float32), jnp.asarray(tokens, jnp.int32)
 
   def params(self) -> Params:
-    params = jax.jit(self.module.init)(jax.random.key(0), *self.draw()).get("params", {})
-    normal = np.random.default_rng(1).standard_normal
-    # Zeros, such as initial biases, would hide their effect.
-    return jax.tree.map(
-      lambda x: x if x.any() else jnp.asarray(normal(x.shape) / 10, x.dtype), params
-    )
+    variables = jax.jit(self.module.init)(jax.random.key(0), *self.draw())
+    return draw_zeros(variables.get("params", {}))
 
   def find(self) -> Callable[..., BoundaryOutput]:
     """The compiled module, (hidden, tokens, **keywords) -> output."""
     return jax.jit(partial(self.module.apply, {"params": self.params()}))
-
-
-def _expect(condition: object, message: str) -> None:
-  np.testing.assert_(condition, message)
 
 
 def _outputs(case: _Case) -> None:
@@ -102,13 +85,13 @@ def _outputs(case: _Case) -> None:
   for name in ("boundaries", "logits", "probabilities"):
     value = getattr(output, name)
     if value is not None:
-      _expect(value.shape == shape, f"{name}: expected the shape {shape}, got {value.shape}")
-      _expect(np.isfinite(value).all(), f"{name}: a number is not finite")
+      expect(value.shape == shape, f"{name}: expected the shape {shape}, got {value.shape}")
+      expect(np.isfinite(value).all(), f"{name}: a number is not finite")
   values = {*np.unique(output.boundaries).tolist()}
-  _expect(values <= {0, 1}, f"expected boundaries of 0 and 1, got {values}")
+  expect(values <= {0, 1}, f"expected boundaries of 0 and 1, got {values}")
   if output.probabilities is not None:
     is_share = (output.probabilities >= 0) & (output.probabilities <= 1)
-    _expect(is_share.all(), "a probability is not in [0, 1]")
+    expect(is_share.all(), "a probability is not in [0, 1]")
 
 
 def _causality(case: _Case) -> None:
@@ -140,8 +123,9 @@ def _compare(output: BoundaryOutput, expected: BoundaryOutput, where: tuple, mes
   )
   for name in ("logits", "probabilities"):
     got = getattr(output, name)
+    want = getattr(expected, name)
+    expect((got is None) == (want is None), f"{name}: not always given, {message}")
     if got is not None:
-      want = getattr(expected, name)
       np.testing.assert_allclose(
         got[where], want[where], rtol=1e-4, atol=1e-5, err_msg=f"{name}, {message}"
       )
@@ -155,12 +139,12 @@ def _first_token(case: _Case) -> None:
   if case.module.reader.num_null:
     return
   output = case.find()(*case.draw())
-  _expect((output.boundaries[:, 0] == 1).all(), "the first token of a row is no boundary")
+  expect((output.boundaries[:, 0] == 1).all(), "the first token of a row is no boundary")
   if case.module.separates_documents:
     starts = _document_starts()
     output = case.find()(*case.draw(), document_starts=starts)
     is_right = (output.boundaries[starts == 1] == 1).all()
-    _expect(is_right, "the first token of a document is no boundary")
+    expect(is_right, "the first token of a document is no boundary")
 
 
 def _chunks(case: _Case) -> None:
@@ -189,7 +173,7 @@ def _chunks(case: _Case) -> None:
     output = step(chunk_btd, chunk_bt, cache, context)
     cache = output.cache
     after = jax.tree.map(jax.typeof, cache)
-    _expect(after == types, f"expected a cache {types}, got {after}")
+    expect(after == types, f"expected a cache {types}, got {after}")
     for row, length in enumerate(lengths):
       got = jax.tree.map(lambda x: x[row, :length], output._replace(cache=()))  # noqa: B023
       part = row, slice(seen[row], seen[row] + length)
@@ -232,14 +216,15 @@ def _counts(case: _Case) -> None:
     np.testing.assert_array_equal(counted, found, "count_segments")
   most = case.module.max_segments(_LENGTH)
   if most is not None:
-    _expect(found.max() <= most, f"max_segments: expected at least {found.max()}, got {most}")
+    expect(found.max() <= most, f"max_segments: expected at least {found.max()}, got {most}")
 
 
 def _loss(case: _Case) -> None:
   """The loss is a finite sum over the tokens that count, with finite gradients.
 
-  The losses of two halves of a batch add up to the whole's, unless the class says `reads_share`,
-  and tokens of weight 0 after the others change nothing. Look at means over a batch or a row.
+  The losses of two parts of a batch add up to the whole's; with `reads_share` all get the same
+  "boundary_share". Tokens of weight 0 after the others change nothing. Look at means over a batch
+  or a row.
   """
   module = case.module
   hidden, tokens = case.draw()
@@ -267,10 +252,11 @@ def _loss(case: _Case) -> None:
   def run(rows, end=_LENGTH):
     return jax.jit(jax.value_and_grad(partial(loss, rows=rows, end=end)))(params)
 
+  shape = jax.eval_shape(partial(loss, rows=slice(0, 2), end=_LENGTH), params).shape
+  expect(shape == (), f"expected one number, got the shape {shape}")
   whole, grads = run(slice(0, 2))
   finite = [np.isfinite(x).all() for x in jax.tree.leaves((whole, grads))]
-  _expect(all(finite), "a loss or a gradient is not finite")
-  _expect(np.shape(whole) == (), f"expected one number, got the shape {np.shape(whole)}")
+  expect(all(finite), "a loss or a gradient is not finite")
   first, _ = run(slice(0, 1))
   second, _ = run(slice(1, 2))
   close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

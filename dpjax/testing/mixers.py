@@ -1,7 +1,6 @@
 """Checks that a token mixer fulfils the contract: `dpjax.testing.check_mixer(MyMixer)`."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from dpjax.errors import UserError
 from dpjax.generation.precision import only_cast
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Context, Mixer
-from dpjax.ops import arrays
+from dpjax.testing.relations import check, choose, draw_zeros, expect
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -66,20 +65,12 @@ def check_mixer(
   """
   if max_length < _LENGTH:
     raise ValueError(f"max_length: expected at least {_LENGTH}, got {max_length}")
-  names = [*(RELATIONS if relations is None else relations)]
-  for name in names:
-    arrays.choice("relations", name, RELATIONS)
+  names = choose(relations, RELATIONS)
   case = _Case(make, width, max_length, reach, dropout, gradients, rounding_between_documents)
   module = case()  # A class that cannot be instantiated raises its own error.
   if not isinstance(module, Mixer):
-    raise UserError(f"make: expected a subclass of dpjax.layers.Mixer, got {type(module)!r}")
-  for name in names:
-    try:
-      RELATIONS[name](case)
-    except Exception as error:
-      error_type = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-      statement = inspect.getdoc(RELATIONS[name])
-      raise AssertionError(f"{name}: {statement}\n{error_type}{error}") from error
+    raise UserError(f"make: expected a subclass of dpjax.layers.Mixer, got {module!r}")
+  check(case, names, RELATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +93,7 @@ class _Case:
     return jnp.asarray(normal, jnp.float32)
 
   def draw_params(self, module: Mixer) -> Params:
-    params = jax.jit(module.init)(jax.random.key(0), self.draw()).get("params", {})
-    normal = np.random.default_rng(1).standard_normal
-    # Zeros, such as initial biases, would hide their effect.
-    return jax.tree.map(
-      lambda x: x if x.any() else jnp.asarray(normal(x.shape) / 10, x.dtype), params
-    )
+    return draw_zeros(jax.jit(module.init)(jax.random.key(0), self.draw()).get("params", {}))
 
   def with_params(self, module: Mixer) -> Callable[..., Any]:
     """The mixer as a function, with parameters; with `method="step"` its cached path."""
@@ -116,10 +102,6 @@ class _Case:
 
 def _apply(module: Mixer, params: Params, *args: Any, **options: Any) -> Any:
   return module.apply({"params": params}, *args, **options)
-
-
-def _expect(condition: ArrayLike, message: str) -> None:
-  np.testing.assert_(condition, message)
 
 
 def _close(
@@ -156,11 +138,11 @@ def _causality(case: _Case) -> None:
   for row in rows:
     same |= depends_btcs[row, :, row]
   depends_btcs[rows, :, rows] = False
-  _expect(not same[distance_ts < 0].any(), "an output depends on later inputs")
-  _expect(not depends_btcs.any(), "an output depends on another row")
+  expect(not same[distance_ts < 0].any(), "an output depends on later inputs")
+  expect(not depends_btcs.any(), "an output depends on another row")
   reach = 1 + distance_ts[same].max(initial=-1)
   expected = min(case.reach or _LENGTH, _LENGTH)
-  _expect(reach == expected, f"an output depends on {reach} positions, expected {expected}")
+  expect(reach == expected, f"an output depends on {reach} positions, expected {expected}")
 
 
 def _lengths(case: _Case) -> None:
@@ -175,7 +157,7 @@ def _lengths(case: _Case) -> None:
   outputs = jax.jit(lambda x: [mix(x[:, :length]) for length in lengths])(inputs)
   for length, output in zip(lengths, outputs, strict=True):
     shape = _BATCH, length, case.width
-    _expect(output.shape == shape, f"expected the shape {shape}, got {output.shape}")
+    expect(output.shape == shape, f"expected the shape {shape}, got {output.shape}")
     _close(output, outputs[-1][:, :length], f"T = {length}")
 
 
@@ -187,9 +169,9 @@ def _single_position(case: _Case) -> None:
   inputs = case.draw(1)
   module = case(max_length=1)
   output, variables = jax.jit(module.init_with_output)(jax.random.key(0), inputs)
-  _expect(output.shape == inputs.shape, f"got the shape {output.shape}")
-  _expect(np.isfinite(output).all(), "an output is not finite")
-  _expect(all(x.size for x in jax.tree.leaves(variables)), "a parameter is empty")
+  expect(output.shape == inputs.shape, f"got the shape {output.shape}")
+  expect(np.isfinite(output).all(), "an output is not finite")
+  expect(all(x.size for x in jax.tree.leaves(variables)), "a parameter is empty")
 
 
 def _refusals(case: _Case) -> None:
@@ -209,7 +191,7 @@ def _refusals(case: _Case) -> None:
       jax.eval_shape(case().init, jax.random.key(0), inputs)
     except ValueError as error:
       has_words = all(word in str(error) for word in words)
-      _expect(has_words, f"expected {', '.join(words)} in the message, got: {error}")
+      expect(has_words, f"expected {', '.join(words)} in the message, got: {error}")
     else:
       raise AssertionError(f"an input of shape {inputs.shape} is taken")
 
@@ -228,13 +210,13 @@ def _bfloat16(case: _Case) -> None:
   params = case.draw_params(rounded)
   inputs = case.draw().astype(jnp.bfloat16)
   dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
-  _expect(dtypes <= {"float32"}, f"expected parameters of float32, got {dtypes}")
+  expect(dtypes <= {"float32"}, f"expected parameters of float32, got {dtypes}")
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
 
   def run(module, dtype):
     def loss(params):
       output = _apply(module, params, inputs.astype(dtype))
-      _expect(output.dtype == dtype, f"expected outputs of {dtype}, got {output.dtype}")
+      expect(output.dtype == dtype, f"expected outputs of {dtype}, got {output.dtype}")
       return jnp.sum(output.astype(jnp.float32) ** 2), output
 
     (_, output), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -267,12 +249,12 @@ def _dropout(case: _Case) -> None:
   np.testing.assert_array_equal(draws[0], train(0), "two draws by one key")
   atol = 1e-3 * _largest(expected)
   for other, words in ((expected, "drops nothing"), (draws[0], "ignores the key")):
-    _expect(any(not np.allclose(draw, other, atol=atol) for draw in draws), words)
+    expect(any(not np.allclose(draw, other, atol=atol) for draw in draws), words)
   # A forgotten key is an error, not a constant mask.
   try:
     jax.eval_shape(lambda: mix(inputs, deterministic=False))
   except InvalidRngError as error:
-    _expect("dropout" in str(error), f"asks for another key: {error}")
+    expect("dropout" in str(error), f"asks for another key: {error}")
   else:
     raise AssertionError("training without a key is no error")
 
@@ -290,8 +272,9 @@ def _no_key(case: _Case) -> None:
 def _initial_values(case: _Case) -> None:
   """`init_std` is the standard deviation of the initial weights; `out_scale` a factor of "out".
 
-  A mixer whose weights ignore them would not notice the model's `init_std` and `scale_outputs`.
-  `dpjax.layers.linear(self, features, name)` makes a linear layer that does as they say.
+  Otherwise the model's settings `init_std` and `scale_outputs` have no effect on the mixer.
+  `dpjax.layers.linear(self, features, name)` begins as `init_std` says; the output layer also takes
+  `scale=self.out_scale`.
   """
 
   def initialize(**settings):
@@ -308,10 +291,10 @@ def _initial_values(case: _Case) -> None:
 
   usual = initialize(init_std=0.5)
   widened = changed(initialize(init_std=1.0), 2)
-  _expect(not usual or len(widened) > 0, "init_std has no effect")
+  expect(not usual or len(widened) > 0, "init_std has no effect")
   scaled = changed(initialize(init_std=0.5, out_scale=0.25), 0.25)
   has_out = "['out']['kernel']" in usual
-  _expect(not has_out or "['out']['kernel']" in scaled, "out_scale has no effect on out")
+  expect(not has_out or "['out']['kernel']" in scaled, "out_scale has no effect on out")
 
 
 def _gradients(case: _Case) -> None:
@@ -328,7 +311,7 @@ def _gradients(case: _Case) -> None:
   grads = case.gradients(jax.jit(jax.grad(loss))(case.draw_params(module)))
   for path, grad in jax.tree.leaves_with_path(grads):
     is_right = (jnp.isfinite(grad) & (grad != 0)).all()
-    _expect(is_right, f"{jax.tree_util.keystr(path)}: {grad}")
+    expect(is_right, f"{jax.tree_util.keystr(path)}: {grad}")
 
 
 def _chunks(case: _Case) -> None:
@@ -357,9 +340,9 @@ def _chunks(case: _Case) -> None:
       for row, length in enumerate(lengths):
         chunk[row, :length] = inputs[row, seen[row] : seen[row] + length]
       output, cache = step(chunk, cache, lengths=jnp.asarray(lengths, jnp.int32))
-      _expect(np.isfinite(output).all(), "an output is not finite")
+      expect(np.isfinite(output).all(), "an output is not finite")
       after = jax.tree.map(jax.typeof, cache)
-      _expect(after == types, f"expected a cache {types}, got {after}")
+      expect(after == types, f"expected a cache {types}, got {after}")
       for row, length in enumerate(lengths):
         expected = full[row, seen[row] :][:length]
         _close(output[row, :length], expected, f"row {row} from position {seen[row]} on", full)
@@ -389,7 +372,7 @@ def _tokens(case: _Case) -> None:
   for t in range(_LENGTH):
     output, cache = step(inputs[:, t : t + 1], cache)
     outputs.append(output)
-  _expect(len(traces) == 1, f"expected one program for all tokens, got {len(traces)}")
+  expect(len(traces) == 1, f"expected one program for all tokens, got {len(traces)}")
   _close(jnp.concatenate(outputs, 1), jax.jit(mix)(inputs), "all tokens")
 
 
@@ -455,11 +438,11 @@ def _documents(case: _Case) -> None:
   for row, part in _DOCUMENTS:
     changed = run(packed, inputs.at[row, part].add(1.0))
     difference = np.array(abs(changed["output"] - outputs["output"]))
-    _expect(difference[row, part].max() > 0, "a document has no effect on itself")
+    expect(difference[row, part].max() > 0, "a document has no effect on itself")
     difference[row, part] = 0
     message = f"an output changes by {difference.max():.1g} with another document"
     most = case.rounding_between_documents * _largest(outputs["output"])
-    _expect(difference.max() <= most, message)
+    expect(difference.max() <= most, message)
 
 
 def _documents_are_mixed(case: _Case) -> None:
@@ -477,7 +460,7 @@ def _documents_are_mixed(case: _Case) -> None:
   packed, whole, apart = run(case.draw(_ROW_OF_DOCUMENTS))
   reads_starts = not np.array_equal(packed, whole)
   is_apart = np.allclose(packed, apart, rtol=1e-5, atol=1e-5 * _largest(apart))
-  _expect(
+  expect(
     not (reads_starts and is_apart),
     "documents are kept apart: set `separates_documents = True` on the class",
   )
