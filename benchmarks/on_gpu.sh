@@ -5,10 +5,10 @@
 #   benchmarks/on_gpu.sh prepare TEXTS FOLDER [SCALE]              on any machine
 #   benchmarks/on_gpu.sh run FOLDER OUT MINUTES [SCALE] [PARTS]    on the machine with the GPU
 #
-# TEXTS is the --data of python -m reproduce. FOLDER receives tokens, and wheels of packages that may
-# not be installed beside JAX and Flax, so that `run` needs no network. OUT receives a JSON file for
-# each report, and log.txt. Rows that OUT or results/reproduce has are not trained again, so a second
-# call continues; the variable ROWS names others. PARTS are some of tables,generation,steps,checks.
+# TEXTS is the --data of python -m reproduce, or empty. FOLDER receives tokens, and wheels of packages
+# that may not be installed beside JAX and Flax, so that `run` needs no network. OUT receives a JSON
+# file for each report, and log.txt. Rows that OUT or results/reproduce has are not trained again, so a
+# second call continues; the variable ROWS names others. PARTS are some of tables,generation,steps,checks.
 # SCALE is paper, or tiny to try everything on a CPU. Status 1: a part has failed, or rows did not fit.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -24,8 +24,8 @@ export PYTHONPATH=$work/site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 prepare() {
   local texts=$1 folder=$2
-  python3 -m reproduce "$tables" --rows="$rows" --data="$texts" --scale="${3:-paper}" \
-    --runs="$work/runs" --tokenize="$folder/tokens" &&
+  python3 -m reproduce "$tables" --rows="$rows" ${texts:+--data="$texts"} \
+    --scale="${3:-paper}" --runs="$work/runs" --tokenize="$folder/tokens" &&
     python3 -m pip download -q --no-deps -d "$folder/wheels" \
       ml_collections tensorboard jaxtyping wadler_lindig &&
     du -sh "$folder"

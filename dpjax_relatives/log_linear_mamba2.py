@@ -25,7 +25,7 @@ class LevelStates(NamedTuple):
 
 
 class LogLinearMamba2(Mamba2):
-  """`dpjax.layers.Mamba2` with one state for each level of the past, of which each covers 2**l.
+  """`dpjax.layers.Mamba2` with one state for each level of the past, and not one for all of it.
 
     y_t = sum over levels l of softplus(w_l (u_t W_levels)_l) h_{t,l} c_t            w [H, L]
 

@@ -21,8 +21,10 @@ IMPLEMENTATIONS = ("reference", "chunked", "mosaic_gpu")
 def check_installed(module: nn.Module) -> None:
   """Raises a `UserError` that says how to install `jla` if it is missing."""
   if importlib.util.find_spec("jla") is None:
-    expected = f"expected the package jax-linear-attention for {type(module).__name__}, got none"
-    raise UserError(f"name: {expected} (pip install 'dpjax[relatives]', on Python 3.12 or newer)")
+    raise UserError(
+      f"{type(module).__name__}: expected the package jax-linear-attention, got none "
+      "(pip install 'dpjax[relatives]', on Python 3.12 or newer)"
+    )
 
 
 def run(

@@ -195,7 +195,7 @@ def test_a_component_without_a_function_in_numpy_is_exported_without_the_program
   name = run.config.model.mixer.name
   monkeypatch.delitem(numpy_model.MIXERS, name)
   run.save(tmp_path / "out")
-  assert f"out: without numpy_model.py, which has no code for {name}" in caplog.text
+  assert f"out: exported without numpy_model.py, which does not support {name}" in caplog.text
   card = (tmp_path / "out/README.md").read_text()
   assert "no program of the model in NumPy" in card and "lacks the code" not in card
   assert "numpy_model.py" not in card and not (tmp_path / "out/numpy_model.py").exists()

@@ -97,7 +97,7 @@ def test_a_run_needs_the_other_until_its_first_checkpoint_alone(first, pooled, t
   loaded.save(tmp_path / "out")
   assert_same_bits(dpjax.load(tmp_path / "out").params, whole.params)
   assert (tmp_path / "out/numpy_model.py").exists()
-  with pytest.raises(ValueError, match="slide or error with EntropyThreshold boundaries"):
+  with pytest.raises(ValueError, match="slide or error, as EntropyThreshold boundaries cannot"):
     loaded.generate(prompts, length=17, overflow="continue")
 
 

@@ -21,8 +21,8 @@ SETTINGS = helpers.cases(r"""
   # Unknown ones and other types; tests/test_config.py has more.
   model.widht=3 | expected a known setting, .* nearest known is model.width
   model.width=a | --config.model.width: .* type int, got a$
-  model=3 | model: expected one of its settings, as model.mixer.name, got the whole section$
-  model.first=3 | model.first: expected one of its settings, as model.first.num_layers, got
+  model=3 | model: expected one of its settings, such as model.mixer.name, got the whole section$
+  model.first=3 | model.first: expected one of its settings, such as model.first.num_layers, got
   model.width= | --config.model.width: .* type int, got ''$
   model.mixer.adjustment=False model.mixer=we model.mixer.implementation=ftt | did you mean fft
   model.middle=3 | expected it in a configuration file, by dpjax.config.middle

@@ -192,7 +192,7 @@ def test_look_shows_what_a_mixer_of_the_user_offers(caplog):
   assert data["stages"] == [] and len(data["bits"]) == 5
   (layer,) = data["layers"]
   assert layer["name"] == "1 Middling"
-  assert "no weights for the layers 2 Middling" in caplog.text
+  assert "no weights for layers that do not report them, 2 Middling" in caplog.text
   # Behind the start token position t reads t + 2 tokens, all alike.
   np.testing.assert_allclose(layer["images"][0]["largest"], 1 / np.arange(2, 7), rtol=5e-3)
 

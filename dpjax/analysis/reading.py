@@ -350,7 +350,8 @@ def layers(run: "Run", text: str, max_tokens: int = 512) -> list[Layer]:
   inputs = np.append(run.tokenizer.start_id, tokens).astype(np.int32)[None]
   weights, ends = jax.device_get(jax.jit(read)(run.params, inputs))
   if silent:
-    _log.warning("%s: no weights for the layers %s", run.name, ", ".join(silent))
+    names_silent = ", ".join(silent)
+    _log.warning("%s: no weights for layers that do not report them, %s", run.name, names_silent)
   position = np.arange(inputs.size)
   units = [(position, position)]  # the row and the column of a position in the matrices of a stage
   for end, module in zip(ends, run.scorer.objective.boundaries, strict=True):

@@ -263,7 +263,9 @@ def _choose_components(config: ConfigDict, words: Sequence[str]) -> list[str]:
 def _unknown(config: ConfigDict, settings: Mapping[str, Setting], key: str) -> UserError:
   """The error for a section or an unknown setting, which names those of a component."""
   if inside := [name for name in settings if name.startswith(f"{key}.")]:
-    return UserError(f"{key}: expected one of its settings, as {inside[0]}, got the whole section")
+    return UserError(
+      f"{key}: expected one of its settings, such as {inside[0]}, got the whole section"
+    )
   section = key.rpartition(".")[0]
   names = sections.component_keys(config)
   if f"{section}.name" in settings and re.sub(r"\.\d+$", "", section) in names:

@@ -1,6 +1,6 @@
 """What a model supplies to its components, besides their settings: declared once for each kind.
 
-Such fields are no settings of the component. One that does not have a field does not receive it.
+These fields are not settings. A component receives only those that it declares.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,7 +44,7 @@ class BoundariesFields(NamedTuple):
 
 
 def mixer_fields(model: Settings, *, depth: int = 0, out_scale: float = 1.0) -> MixerFields:
-  """The fields of a mixer within `depth` stages of pooling, each of which may add a null group."""
+  """The fields of a mixer inside `depth` poolings; each pooling may add a null group to a row."""
   return MixerFields(
     max_length=model["max_length"] + depth,
     position_dropout=model["dropout"],

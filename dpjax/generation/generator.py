@@ -374,12 +374,12 @@ def check_prompt(
       )
     return
   if not getattr(model, "has_cache", False):
-    raise UserError("overflow: expected slide or error with a model without a cache, got continue")
-  bounded = getattr(model, "bounded", ())
+    raise UserError("overflow: expected slide or error, as the model has no cache, got continue")
+  bounded = getattr(model, "bounded_parts", ())
   if bounded and max(1, length) + sample.length - 1 > window:
     raise UserError(
-      f"overflow: expected slide or error with {' and '.join(bounded)}, for which a row ends with "
-      f"the model's window of {window} tokens, got continue"
+      f"overflow: expected slide or error, as {' and '.join(bounded)} cannot go beyond the model's "
+      f"window of {window} tokens, got continue"
     )
 
 

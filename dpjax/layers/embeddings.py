@@ -67,7 +67,7 @@ class TokenAndPosition(nn.Module):
     Args:
       tokens: [B, T], integers in [0, V).
       context: what a model hands on, in place of the keywords.
-      deterministic: False in training; None: True.
+      deterministic: False in training, which applies dropout; None means True.
       document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:

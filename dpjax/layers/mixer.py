@@ -147,7 +147,8 @@ class Mixer(nn.Module, kw_only=True):
     """The module of positions that this mixer shares with the other layers of a model, or None.
 
     A model calls one such module, `module(length, width, deterministic=...)`, for all mixers that
-    make equal ones, and hands them its result as `context.positions`.
+    make equal ones, and hands them its result as `context.positions`. Make it with `parent=None`:
+    it belongs to the model.
     """
     return None
 
@@ -169,7 +170,7 @@ class Mixer(nn.Module, kw_only=True):
     Args:
       inputs: [B, T, D].
       context: what a model hands on, in place of the keywords.
-      deterministic: False in training; None: True.
+      deterministic: False in training, which applies dropout; None means True.
       document_starts: [B, T], 1 where a document begins, else 0.
 
     Raises:

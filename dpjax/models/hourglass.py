@@ -154,10 +154,10 @@ class Hourglass(nn.Module):
     return self.layers.has_cache and all(stage.has_cache for stage in self.stages)
 
   @property
-  def bounded(self) -> tuple[str, ...]:
-    """See `Stack.bounded`; of all stages and the innermost layers."""
-    names = [name for stage in self.stages for name in stage.bounded]
-    return (*names, *self.layers.bounded)
+  def bounded_parts(self) -> tuple[str, ...]:
+    """See `Stack.bounded_parts`; of all stages and the innermost layers."""
+    names = [name for stage in self.stages for name in stage.bounded_parts]
+    return (*names, *self.layers.bounded_parts)
 
   def init_cache(self, batch: int, width: int) -> HourglassCache:
     """The cache of B rows of width D before the first token."""

@@ -192,9 +192,9 @@ class LanguageModel(nn.Module):
     return self.core.has_cache
 
   @property
-  def bounded(self) -> tuple[str, ...]:
-    """The parts that end with `max_length` also with a cache, by name; () if rows may go on."""
-    names = self.core.bounded
+  def bounded_parts(self) -> tuple[str, ...]:
+    """The parts, by name, that cannot go beyond `max_length`, even with a cache; () if all can."""
+    names = self.core.bounded_parts
     if self.positions == "learned":
       names = (*names, "learned positions")
     return tuple(dict.fromkeys(names))

@@ -179,8 +179,8 @@ class Stack(nn.Module):
     return all(mixer.has_cache for mixer in self.mixers)
 
   @property
-  def bounded(self) -> tuple[str, ...]:
-    """The classes of its mixers whose rows end with `max_length`, by name."""
+  def bounded_parts(self) -> tuple[str, ...]:
+    """The classes, by name, of the mixers that cannot go beyond `max_length`, even with a cache."""
     return tuple(type(mixer).__name__ for mixer in self.mixers if not mixer.is_unbounded)
 
   def init_cache(self, batch: int, width: int) -> tuple[Cache, ...]:

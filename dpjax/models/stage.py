@@ -287,9 +287,9 @@ class Stage(nn.Module):
     return self.first.has_cache and self.last.has_cache and self.boundaries.has_cache
 
   @property
-  def bounded(self) -> tuple[str, ...]:
-    """See `Stack.bounded`; with the boundaries."""
-    names = (*self.first.bounded, *self.last.bounded)
+  def bounded_parts(self) -> tuple[str, ...]:
+    """See `Stack.bounded_parts`; also the boundaries, if they cannot go beyond the window."""
+    names = (*self.first.bounded_parts, *self.last.bounded_parts)
     if self.boundaries.is_unbounded:
       return names
     return (*names, f"{type(self.boundaries).__name__} boundaries")

@@ -153,10 +153,10 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   is_built = repr(run.model) == repr(built)
   models = [run.config.model] if frozen is None else [run.config.model, frozen]
-  missing = model_card.missing_in_numpy(models) if is_built else ["its class"]
+  missing = model_card.missing_in_numpy(models) if is_built else ["a model class of your own"]
   if missing:
-    names_missing = ", ".join(missing)
-    _log.warning("%s: without numpy_model.py, which has no code for %s", address, names_missing)
+    parts = ", ".join(missing)
+    _log.warning("%s: exported without numpy_model.py, which does not support %s", address, parts)
   text = model_card.write(
     run,
     address,

@@ -67,7 +67,7 @@ def _array_handler() -> ocp.type_handlers.TypeHandler:
 def _patiently(
   read: Callable[Arguments, Coroutine[Any, Any, Result]],
 ) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
-  """The function, which after an error also waits for the tasks that it began."""
+  """Wraps `read`: after an error, it waits for the tasks that `read` has started."""
 
   async def read_patiently(*args: Arguments.args, **settings: Arguments.kwargs) -> Result:
     before = asyncio.all_tasks()

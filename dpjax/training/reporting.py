@@ -23,7 +23,7 @@ _COUNT = "mean_over_steps"  # the number of losses in a mean, not plotted as a c
 
 
 class NonFiniteError(RuntimeError):
-  """The loss, the gradient or the parameters of a step were not finite, or its optimizer has nan.
+  """A step's loss, gradient or parameters were not finite, or its optimizer's state had nan.
 
   From `fit`, the message names the step and the newest checkpoint, which precedes it.
   """
@@ -44,15 +44,16 @@ class Reporter(contextlib.AbstractContextManager):
     self._num_steps = num_steps
     disable = None if self._is_first else True  # None: hidden without a terminal
     self._bar = tqdm(total=num_steps, initial=step, unit="step", desc="training", disable=disable)
-    self._open = contextlib.ExitStack()
-    self._open.callback(self._bar.close)
-    if self._is_first:
-      path = Path(workdir) / "metrics.jsonl"
-      _drop_lines_after(path, step)
-      keep = self._open.enter_context
-      self._losses = keep(_open_losses(Path(workdir) / LOSSES, step))
-      self._file = keep(files.open_plain(path, "a", encoding="utf-8"))
-      self._events = keep(_EventFile(Path(workdir) / "tensorboard", step + 1))
+    with contextlib.ExitStack() as stack:  # which closes what is open if one of them fails
+      stack.callback(self._bar.close)
+      if self._is_first:
+        path = Path(workdir) / "metrics.jsonl"
+        _drop_lines_after(path, step)
+        keep = stack.enter_context
+        self._losses = keep(_open_losses(Path(workdir) / LOSSES, step))
+        self._file = keep(files.open_plain(path, "a", encoding="utf-8"))
+        self._events = keep(_EventFile(Path(workdir) / "tensorboard", step + 1))
+      self._open = stack.pop_all()
 
   def __exit__(self, *_) -> None:
     self._open.close()
@@ -100,7 +101,7 @@ class Reporter(contextlib.AbstractContextManager):
 
 
 class _EventFile(contextlib.AbstractContextManager):
-  """A new file of curves in TensorBoard's folder of a run; what is written is on disk at once.
+  """A new file of curves in TensorBoard's folder of a run, flushed after every event.
 
   TensorBoard forgets what earlier files have from step `start` on. Its own writer is not used: it
   writes in a thread, and so an error, as of a full disk, would reach the run late or not at all.

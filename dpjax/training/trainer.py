@@ -281,14 +281,14 @@ def find_nan(opt_state: Any) -> str | None:
 
   Infinity is right there: Optax's line searches and `reduce_on_plateau` begin with it.
   """
-  # The least of all is nan if one is, and is found sooner.
+  # `np.min` propagates nan, and is faster than `np.isnan` of every number.
   return _find(opt_state, lambda array: np.isnan(np.min(array, initial=0)), _has_nan)
 
 
 def _find(
   tree: Any, in_numpy: Callable[[np.ndarray], Any], compiled: Callable[[jax.Array], jax.Array]
 ) -> str | None:
-  """The name of the first array that is wrong, as NumPy or compiled code finds."""
+  """The name of the first array for which a check holds: `in_numpy` on a CPU, else `compiled`."""
   for path, array in jax.tree.leaves_with_path(tree):
     if not jnp.issubdtype(array.dtype, jnp.inexact):
       continue

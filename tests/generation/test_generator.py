@@ -193,7 +193,7 @@ def test_models_that_end_with_their_window_say_so():
     (dict(mixer="dispatcher", **pooled), "SelfAttention and learned positions"),
   ):
     generator, params = make(**settings, seed=None)
-    message = f"overflow: expected slide or error with {what}, for which a row ends with"
+    message = f"overflow: expected slide or error, as {what} cannot go beyond the"
     with pytest.raises(ValueError, match=message):
       generator.stream(params, ["abc"], length=20, overflow="continue")
     generator.stream(params, ["abc"], length=19, overflow="continue")
@@ -202,10 +202,12 @@ def test_models_that_end_with_their_window_say_so():
   generator = Generator(
     make(seed=None)[0]._settings, dpjax.config.Sample(), attention, generator._tokenizer
   )
-  with pytest.raises(ValueError, match="error with SelfAttention, for which a row ends"):
+  with pytest.raises(ValueError, match="error, as SelfAttention cannot go beyond"):
     generator.stream(params, ["abc"], length=20, overflow="continue")
   generator, params = without_cache()
-  with pytest.raises(ValueError, match="overflow: expected slide or error with a model without"):
+  with pytest.raises(
+    ValueError, match="overflow: expected slide or error, as the model has no cache"
+  ):
     generator.stream(params, ["abc"], length=3, overflow="continue")
 
 

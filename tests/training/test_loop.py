@@ -219,7 +219,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path, options):
 
 
 def with_state(scale: float) -> optax.GradientTransformation:
-  """SGD with a state of which nothing is read: 1, then `scale` times as much at each update."""
+  """SGD with a state that it never reads: ones, multiplied by `scale` at each update."""
 
   def update(updates, state, params=None):
     return jax.tree.map(lambda x: -0.5 * x, updates), {"unread": state["unread"] * scale}
