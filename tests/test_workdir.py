@@ -1,5 +1,6 @@
 """One process at a time trains in a run's folder."""
 
+import errno
 import os
 import shutil
 import socket
@@ -120,9 +121,40 @@ def test_what_fails_before_training_leaves_no_folder(text, finished, tmp_path):
     assert {*tmp_path.rglob("*")} == before
   # A folder that was there stays, and so does what the run does not write.
   (tmp_path / "mine/run").mkdir()
+  (tmp_path / "mine/run/notes.txt").write_text("mine")
+  before = {*tmp_path.rglob("*")}
   with pytest.raises(UserError, match="^train.init_from: "):
     dpjax.train(changed, tmp_path / "mine/run", model=helpers.bigrams)
-  assert (tmp_path / "mine/run/config.json").exists()
+  assert {*tmp_path.rglob("*")} == before
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_refused_start_writes_nothing_into_a_run(text, finished, tmp_path):
+  folder = Path(shutil.copytree(finished[0], tmp_path / "run", symlinks=True))
+  (folder / "lock").write_text("\nprocess 7 on another host\n")
+
+  def contents():
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+  before = contents()
+  wrong = {"train.batch_size": 9, "data.path": str(tmp_path / "missing"), "model.vocab_size": 3}
+  for key, value in wrong.items():
+    config = dpjax.config.from_dict(helpers.small_config(text).to_dict())
+    sections.set_value(config, key, value)
+    with pytest.raises(UserError, match=f"{key}: "):
+      dpjax.train(config, folder)
+    assert contents() == before
+
+
+def test_a_disk_without_room_for_the_lock_keeps_no_folder(text, tmp_path, monkeypatch):
+  def open_on_a_full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(files, "open_plain", open_on_a_full_disk)
+  before = {*tmp_path.rglob("*")}
+  with pytest.raises(UserError, match="^workdir: expected a folder that can be written"):
+    dpjax.train(helpers.small_config(text), tmp_path / "new/run")
+  assert {*tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("name", ["metrics.tmp", "checkpoints", "data/tokenizer.json"])

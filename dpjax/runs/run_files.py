@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -89,7 +89,8 @@ def check_exported(folder: Path, *names: str) -> bool:
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
 
-  If the block fails before training begins, a folder that was made is removed again.
+  If the block fails before training begins, what it made is removed again, and the name of the
+  last process that trained stays in the file `lock`.
 
   Raises a `UserError` if another process trains in it, it is an exported run, it cannot be
   written, a file in it is a link or not a regular file, or it is removed; or its path is an address
@@ -102,34 +103,53 @@ def lock(workdir: Path) -> Iterator[None]:
     expected = "expected an empty folder or a run"
     raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
   made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+  before = _names_in(workdir)
   with contextlib.ExitStack() as stack:
-    locked = []
-    processes.on_first_process(lambda: locked.append(stack.enter_context(_open_lock(workdir))))
+    locked = []  # the file and the name that was in it, on the first process
+
+    def take() -> None:
+      file = stack.enter_context(_open_lock(workdir))
+      owner = f"\nprocess {os.getpid()} on {socket.gethostname()}\n"
+      locked.append((file, _replace_owner(file, owner)))
+
     try:
+      processes.on_first_process(take)
       yield
     except Exception:
-      for file in locked:
+      for file, owner in locked:
         files.check_there(file, workdir / "lock")
-        _remove_untrained(workdir, made)
+        _replace_owner(file, owner)
+        _remove_untrained(workdir, before)
+      for folder in made:
+        with contextlib.suppress(OSError):  # It has other files.
+          folder.rmdir()
       raise
 
 
-def _remove_untrained(workdir: Path, made: Sequence[Path]) -> None:
-  """Removes a run's folder and its parents, those that were made, unless training began in it."""
-  if workdir not in made or not {path.name for path in workdir.iterdir()} <= _BEFORE_TRAINING:
+def _names_in(folder: Path) -> set[str]:
+  return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _remove_untrained(workdir: Path, before: Collection[str]) -> None:
+  """Removes from a run's folder what was not there before, unless training began in it."""
+  names = _names_in(workdir)
+  if not {name for name in names if re.match(_WRITTEN, name)} <= _BEFORE_TRAINING:
     return
-  shutil.rmtree(workdir, ignore_errors=True)  # Windows keeps the open file of the lock.
-  for folder in made[1:]:
-    with contextlib.suppress(OSError):  # It has got other files since.
-      folder.rmdir()
+  for name in _BEFORE_TRAINING & names - {*before}:
+    path = workdir / name
+    if path.is_dir():
+      shutil.rmtree(path, ignore_errors=True)
+    else:
+      with contextlib.suppress(OSError):  # Windows keeps the open file of the lock.
+        path.unlink()
 
 
 def _open_lock(workdir: Path) -> IO[str]:
-  """The locked file, with the name of this process in it."""
+  """The locked file."""
   try:
     check_files(workdir, to_write=True)
     workdir.mkdir(parents=True, exist_ok=True)
-    file = files.open_plain(workdir / "lock", "a+", encoding="utf-8")
+    file = files.open_plain(workdir / "lock", "a+", encoding="utf-8", errors="surrogateescape")
   except OSError as error:
     raise not_writable("workdir", workdir, error) from error
   if not try_lock(file):
@@ -138,11 +158,19 @@ def _open_lock(workdir: Path) -> IO[str]:
     file.close()
     raise UserError(f"workdir: expected a folder that is free, got {workdir}, locked by {owner}")
   files.check_there(file, workdir / "lock")  # Its process may have removed what it had made.
-  with contextlib.suppress(OSError):  # The name is only informative.
-    file.truncate(0)
-    file.write(f"\nprocess {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
   return file
+
+
+def _replace_owner(file: IO[str], owner: str) -> str:
+  """Writes the name of a process into a locked file; returns the name that was there."""
+  before = ""
+  with contextlib.suppress(OSError):  # The name is only informative.
+    file.seek(0)
+    before = file.read()
+    file.truncate(0)
+    file.write(owner)
+    file.flush()
+  return before
 
 
 def check_files(workdir: Path, *, to_write: bool = False) -> None:
