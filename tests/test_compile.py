@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -132,9 +133,28 @@ def test_a_dry_run_tells_what_training_takes_and_trains_nothing(quick, finished,
   assert re.search(rf"^parameters +{size:,}$", shown, re.MULTILINE)
   assert re.search(r"^train +9,318 tokens", shown, re.MULTILINE)
   assert "12 updates of 16 x 19 tokens, 0.3" in shown and "8 x " in shown and ": fits, " in shown
-  assert not (tmp_path / "plan/checkpoints").exists()
   said = helpers.command("train", *words, "--config.train.batch_size=9")
   assert said.startswith("train.batch_size: expected a multiple of 8 ")
+  said = helpers.command("train", *words, "--config.model.vocab_size=3")
+  assert said.startswith("model.vocab_size: expected 0 or the tokenizer's ")
+  assert not [*tmp_path.iterdir()]
+
+
+def test_a_dry_run_of_a_run_changes_nothing_in_it(quick, finished, tmp_path, capsys):
+  run = shutil.copytree(finished[0], tmp_path / "run", symlinks=True)
+
+  def contents():
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+  before = contents()
+  changes = ["--config.train.log_every_steps=3", f"--config.data.data_dir={tmp_path / 'new'}"]
+  assert helpers.command("train", run, *changes, "--dry_run") is None
+  assert re.search(r"^train +9,318 tokens", capsys.readouterr().out, re.MULTILINE)
+  said = helpers.command("train", run, "--config.train.batch_size=9", "--dry_run")
+  assert said.startswith(
+    f"workdir: expected an empty folder or a run of this configuration, got {run}"
+  )
+  assert contents() == before
 
 
 def test_no_batch_may_fit(monkeypatch):

@@ -85,7 +85,9 @@ def test_a_dry_run_plans_each_run_and_trains_none(experiment, tmp_path, capsys):
   assert helpers.command("sweep", *words, f"--workdir={tmp_path / 'runs'}", "--dry_run") is None
   shown = capsys.readouterr().out
   assert f"Run 2 of 2: {tmp_path / 'runs/width=24/seed_0'}\n12 updates of 16 x 19 tokens" in shown
-  assert not [*tmp_path.rglob("checkpoints")]
+  words = [*words, "--config.model.vocab_size=3", f"--workdir={tmp_path / 'runs'}", "--dry_run"]
+  assert helpers.command("sweep", *words).startswith("model.vocab_size: expected 0 or ")
+  assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

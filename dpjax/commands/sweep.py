@@ -146,6 +146,7 @@ def _sweep(settings: Sequence[str], arguments: Namespace) -> None:
   import jax
 
   from dpjax import runs
+  from dpjax.runs import prepare
   from dpjax.training import reporting
 
   if not arguments.workdir:
@@ -164,8 +165,9 @@ def _sweep(settings: Sequence[str], arguments: Namespace) -> None:
     raise UserError(f"sweep: {expected}, got none (dpjax train trains one run)")
   if arguments.dry_run:
     for number, (_, folder, config) in enumerate(planned, 1):
-      print(f"\nRun {number} of {len(planned)}: {Path(arguments.workdir, folder)}")
-      train.print_plan(config, runs.tokenize_only(config, Path(arguments.workdir, folder)))
+      workdir = Path(arguments.workdir, folder)
+      print(f"\nRun {number} of {len(planned)}: {workdir}")
+      train.print_plan(config, prepare.find_or_make_tokens(config, workdir))
     return
   results = []
   for number, (name, folder, config) in enumerate(planned, 1):

@@ -25,13 +25,15 @@ def main(words: Sequence[str] | None = None) -> None:
   parser.add_run_to_resume()
   add = parser.add_argument
   add("--tokenize_only", action="store_true", help="only prepare the tokens of the run")
-  add("--dry_run", action="store_true", help="also print parameters, updates and memory")
+  about = "print updates, parameters and memory, and make only the tokens, which runs share"
+  add("--dry_run", action="store_true", help=about)
   add("--profile", metavar="START:STOP", help="updates to trace into the run's folder, e.g. 10:13")
   start(parser, _train, words)
 
 
 def _train(options: Namespace) -> None:
   from dpjax import runs
+  from dpjax.runs import prepare
   from dpjax.training import reporting
 
   workdir = _find_workdir(options)
@@ -40,11 +42,13 @@ def _train(options: Namespace) -> None:
   if config is None:
     expected = "expected an experiment, or a --workdir with a run to resume"
     raise UserError(f"--config: {expected}, got none, and no run in {workdir}")
-  if options.tokenize_only or options.dry_run:
-    data = runs.tokenize_only(config, workdir)
+  if options.dry_run:
+    data = prepare.find_or_make_tokens(config, workdir)
     print_tokens(data)
-    if options.dry_run:
-      print_plan(config, data)
+    print_plan(config, data)
+    return
+  if options.tokenize_only:
+    print_tokens(runs.tokenize_only(config, workdir))
     return
   try:
     run, scores = runs.train(config, workdir, profile=profile)

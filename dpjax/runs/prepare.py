@@ -45,6 +45,32 @@ def open_data(config: ConfigDict, workdir: Path) -> Tokens:
   Raises:
     UserError: the run has other settings, a setting names no run, or as for `prepare_tokens`.
   """
+  return prepare_tokens(config, workdir / "data", fresh=_is_fresh(config, workdir))
+
+
+def find_or_make_tokens(config: ConfigDict, workdir: str | Path) -> Tokens:
+  """The tokens that `train` would read, made in data_dir if missing; writes nothing to `workdir`.
+
+  Raises:
+    UserError: as for `train`, as far as its folder and its tokens go.
+  """
+  workdir = Path(os.path.expanduser(workdir))
+  check_processes(config, workdir)
+  config = sections.expand_paths(config)
+  rules.check(config)
+  run_files.check_place(workdir)
+  folder = workdir / "data"
+  if not _is_fresh(config, workdir) and folder.exists():
+    return find_tokens(config, read_tokens(config, folder))
+  processes.on_first_process(lambda: _make_tokens(config))
+  return processes.on_every_process(lambda: _make_tokens(config))
+
+
+def _is_fresh(config: ConfigDict, workdir: Path) -> bool:
+  """Whether a run begins in a folder, whose tokens, if any, may be from other settings.
+
+  Raises a `UserError` if the run that is there has other settings, or a setting names no run.
+  """
   resumes = run_files.resumes(workdir, config)
   runs = {"train.init_from": config.train.init_from}
   if run_files.needs_run(config):
@@ -56,9 +82,7 @@ def open_data(config: ConfigDict, workdir: Path) -> Tokens:
   data_dir = Path(config.data.data_dir).resolve()
   if data_dir.is_relative_to(folder):
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
-  # Without a checkpoint, its tokens may be from other settings.
-  fresh = not (resumes and run_files.has_saved(workdir))
-  return prepare_tokens(config, workdir / "data", fresh=fresh)
+  return not (resumes and run_files.has_saved(workdir))
 
 
 def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:

@@ -85,6 +85,16 @@ def check_exported(folder: Path, *names: str) -> bool:
   return True
 
 
+def check_place(workdir: Path) -> None:
+  """Raises a `UserError` if a path is an address at the Hub, or an exported run is there."""
+  if workdir.parts[:1] == ("hf:",):
+    raise UserError(f"workdir: expected a folder, got an address at the Hub, {workdir}")
+  if is_exported(workdir):
+    hint = "to continue training, use a new workdir with train.init_from set to this folder"
+    expected = "expected an empty folder or a run"
+    raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
+
+
 @contextlib.contextmanager
 def lock(workdir: Path) -> Iterator[None]:
   """Locks the folder, made if missing, against other runs while the block runs.
@@ -92,16 +102,10 @@ def lock(workdir: Path) -> Iterator[None]:
   If the block fails before training begins, what it made is removed again, and the name of the
   last process that trained stays in the file `lock`.
 
-  Raises a `UserError` if another process trains in it, it is an exported run, it cannot be
-  written, a file in it is a link or not a regular file, or it is removed; or its path is an address
-  at the Hugging Face Hub.
+  Raises a `UserError` as `check_place`, or if another process trains in it, it cannot be written, a
+  file in it is a link or not a regular file, or it is removed.
   """
-  if workdir.parts[:1] == ("hf:",):
-    raise UserError(f"workdir: expected a folder, got an address at the Hub, {workdir}")
-  if is_exported(workdir):
-    hint = "to continue training, use a new workdir with train.init_from set to this folder"
-    expected = "expected an empty folder or a run"
-    raise UserError(f"workdir: {expected}, got {workdir}, an exported one; {hint}")
+  check_place(workdir)
   made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
   before = _names_in(workdir)
   with contextlib.ExitStack() as stack:
