@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -21,6 +22,8 @@ from dpjax.errors import UserError, not_writable
 MAX_BYTES = 2**27  # limit for a file that is read at once
 RECORD = "data.json"  # in each folder that `build_once` built
 JsonObject = dict[str, Any]
+# Of an address, also where `Path` has removed a slash; drives of Windows have one letter.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[/\\]")
 _log = logging.getLogger(__name__)
 
 
@@ -80,6 +83,21 @@ def read_json(path: Path) -> dict[str, Any]:
 def short_name(name: str) -> str:
   """A name cut to 80 bytes, so that with a suffix it is a valid file name on every disk."""
   return os.fsdecode(os.fsencode(name)[:80])
+
+
+def refusal(path: str | Path) -> str:
+  """Why nothing can be written to a path that users chose; "" if it may be possible.
+
+  The address http://x/y would become a folder `http:`.
+  """
+  is_address = _SCHEME.match(str(path)) is not None
+  return f"expected a path on this machine, got the address {path}" if is_address else ""
+
+
+def check_local(key: str, path: str | Path) -> None:
+  """Raises a `UserError` that begins with `key` if a path to write to is an address."""
+  if reason := refusal(path):
+    raise UserError(f"{key}: {reason}")
 
 
 def check_writable(folder: Path) -> None:

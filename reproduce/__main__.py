@@ -68,11 +68,11 @@ def _parser() -> command_line.Parser:
   --tokenize made; by default, what is missing is downloaded into data/"""
   parser.add_argument("--data", type=command_line.path, help=about)
   about = "a folder for the tokens of the rows, to use as --data elsewhere; trains nothing"
-  parser.add_argument("--tokenize", type=command_line.path, help=about)
+  parser.add_argument("--tokenize", type=command_line.local_path, help=about)
   for name, about in (("runs", "the runs' folders"), ("out", "the reports")):
     folder = "runs/reproduce" if name == "runs" else "results/reproduce"
     about = f"where {about} are written"
-    parser.add_argument(f"--{name}", type=command_line.path, default=folder, help=about)
+    parser.add_argument(f"--{name}", type=command_line.local_path, default=folder, help=about)
   return parser
 
 

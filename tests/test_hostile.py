@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+import dpjax
 from tests import helpers
 
 SECONDS = 60  # Ends a command that hangs.
@@ -60,7 +61,6 @@ COMMANDS = helpers.cases(r"""
   sweep --workdir={new} | --config: expected an experiment, got none
   # Folders that are no run's, or another's.
   train {quick} --workdir={text} | workdir: expected a folder that can be written
-  train {quick} --workdir=hf://x/y | workdir: expected a folder, got an address at the Hub, hf:/x/y
   evaluate --workdir={folder} | workdir: expected the folder of a run
   evaluate --workdir={no_checkpoints} | workdir|checkpoints
   evaluate --workdir={no_data} | data
@@ -117,6 +117,21 @@ COMMANDS = helpers.cases(r"""
   {plot} --labels=a,b | --labels: .* each of the 1 runs, got 2
   plots {odd} --out={new}.png | workdir: expected 4 bytes an update in .*, got 7 bytes
   plots {none_yet} --out={new}.png | workdir: expected a run with updates
+""")
+
+# Where nothing can be written, and what the message says.
+ADDRESSES = helpers.cases(r"""
+  train {quick} --workdir=hf://x/y | --workdir: expected a path on this machine, .* hf://x/y
+  train {quick} --workdir=gs://x/y --dry_run | --workdir: expected a path .* address gs://x/y
+  sweep {quick} --seeds=0,1 --workdir=s3://x/y | --workdir: expected a path .* address s3://x/y
+  train {quick} --workdir=new --config.data.data_dir=gs://x/y | data.data_dir: .* address gs://x/y
+  {evaluate} --out=http://x/y | --out: expected a path .* address http://x/y
+  {evaluate} --text={text} --out=http://x/y | --out: expected a path .* address http://x/y
+  export {run} s3://x/y | folder: expected a path on this machine, got the address s3://x/y
+  look {run} --text=a --out=http://x/y.html | --out: expected a path .* address http://x/y.html
+  plots {run} --out=http://x/y.png | --out: expected a path .* address http://x/y.png
+  compile {run} --out=file:///x/y.json | --out: expected a path .* address file:///x/y.json
+  {generate} --compilation_cache=gs://x/y | --compilation_cache: .* got the address gs://x/y
 """)
 
 # What needs a process of its own: the environment, the command, and the message. On {free}
@@ -251,6 +266,27 @@ def test_a_wrong_setting_is_named(settings, pattern, locations, tmp_path, capsys
 def test_a_wrong_flag_or_file_is_named(command, message, locations, tmp_path, capsys):
   expect(message, call(command.format(**locations, new=tmp_path / "new"), capsys))
   assert not [*tmp_path.rglob("checkpoints")]
+
+
+@pytest.mark.parametrize(("command", "message"), ADDRESSES)
+@pytest.mark.usefixtures("standard_promotion")
+def test_no_folder_has_the_name_of_a_scheme(command, message, locations, tmp_path, capsys):
+  line = call(command.format(**locations), capsys).strip()
+  expect(f"^{message}$", line)
+  assert "\n" not in line and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_from_python_too_an_address_is_no_folder(finished, tmp_path):
+  _, run, _ = finished
+  for write in (
+    lambda: dpjax.train(run.config, "gs://x/y"),
+    lambda: run.save("gs://x/y"),
+    lambda: run.score_split("valid", folder="gs://x/y"),
+  ):
+    with pytest.raises(dpjax.UserError, match="^(workdir|folder): expected a path .* gs:/+x/y$"):
+      write()
+  assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
     """Adds --workdir and RUN, the folder of a run, which has the configuration without --config."""
     about = "the folder of a run to resume, with its configuration or with changes of it"
     self.add_argument("run", metavar="RUN", nargs="?", type=path, help=about)
-    self.add_argument("--workdir", type=path, help="the run's folder, a new one or RUN")
+    self.add_argument("--workdir", type=local_path, help="the run's folder, a new one or RUN")
     self.takes_run_config = True
 
   def flags(self) -> list[str]:
@@ -167,6 +167,14 @@ def path(text: str) -> str:
   if not text:
     raise argparse.ArgumentTypeError("expected a path, got none")
   return os.path.expanduser(text)
+
+
+def local_path(text: str) -> str:
+  """A path to write to, like `path`, and no address."""
+  expanded = path(text)
+  if reason := files.refusal(expanded):
+    raise argparse.ArgumentTypeError(reason)
+  return expanded
 
 
 def natural(text: str) -> int:

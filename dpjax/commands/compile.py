@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dpjax import files
 from dpjax.analysis import compilation, devices
-from dpjax.commands.command_line import Parser, natural, path, start
+from dpjax.commands.command_line import Parser, local_path, natural, start
 from dpjax.config import loading
 from dpjax.config.setting import ConfigDict
 from dpjax.errors import UserError
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> None:
   add("--segments", type=natural, default=0, help=about)
   about = "also find the largest train.batch_size that fits"
   add("--largest_batch", action="store_true", help=about)
-  add("--out", type=path, help="a JSON file for the results")
+  add("--out", type=local_path, help="a JSON file for the results")
   devices.prepare()
   start(parser, _compile, words)
 

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpjax import files
-from dpjax.commands.command_line import Parser, exit_unless_finite, find_run, path, start
+from dpjax.commands.command_line import (
+  Parser,
+  exit_unless_finite,
+  find_run,
+  local_path,
+  path,
+  start,
+)
 from dpjax.data import readers
 from dpjax.errors import UserError
 
@@ -39,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> None:
   about = "whether to score each document by itself; default: data.isolate_documents"
   add("--isolate_documents", action=argparse.BooleanOptionalAction, help=about)
   add("--torch_checkpoint", type=path, help="a file of the authors' code")
-  add("--out", type=path, help="a folder for the scores; default: the run's, unless it is exported")
+  about = "a folder for the scores; default: the run's, unless it is exported"
+  add("--out", type=local_path, help=about)
   start(parser, _evaluate, words)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpjax import files
-from dpjax.commands.command_line import Parser, path, start
+from dpjax.commands.command_line import Parser, local_path, path, start
 from dpjax.commands.processes import check_platform
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> None:
   add = parser.add_argument
   add("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
   add("--text", help="a text or a file; default: the beginning of the first run's test split")
-  add("--out", type=path, help="a file for the page, such as page.html")
+  add("--out", type=local_path, help="a file for the page, such as page.html")
   start(parser, _look, words)
 
 

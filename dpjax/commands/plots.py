@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from dpjax.analysis import curves, plots
-from dpjax.commands.command_line import Parser, path, start
+from dpjax.commands.command_line import Parser, local_path, path, start
 from dpjax.errors import UserError
 
 
@@ -28,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> None:
   add = parser.add_argument
   add("runs", metavar="RUN", nargs="+", type=path, help="the folder of a run")
   about = f"a file: {', '.join(plots.SUFFIXES)}; by default FIGURE.png in the current folder"
-  add("--out", type=path, help=about)
+  add("--out", type=local_path, help=about)
   add("--figure", choices=plots.FIGURES, help="default: progress, metric with --metric")
   add("--metric", help="a logged score: valid/perplexity or train/grad_norm")
   about = "batches per median; by default 2,000, or a tenth of the shortest run if that is less"

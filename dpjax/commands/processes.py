@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from dpjax import files
 from dpjax.errors import UserError, is_lost_process, not_writable
 
 _MAX_JOIN_SECONDS = 10**6
@@ -165,6 +166,8 @@ def set_compilation_cache(folder: str | Path | None) -> None:
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() == "cpu":
       return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dpjax", "compiled")
+  if folder:
+    files.check_local("--compilation_cache", folder)
   try:
     if folder:
       folder = Path(folder).expanduser().absolute()

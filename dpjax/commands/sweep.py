@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from dpjax.analysis import curves, plots, style
 from dpjax.commands import train
-from dpjax.commands.command_line import Parser, path, start, with_flagfiles
+from dpjax.commands.command_line import Parser, local_path, start, with_flagfiles
 from dpjax.config import loading, rules, setting
 from dpjax.errors import UserError, exit_on_user_error
 
@@ -47,7 +47,7 @@ class Planned(NamedTuple):
 def main(words: Sequence[str] | None = None) -> None:
   """Trains the runs given on the command line, then prints their table."""
   parser = Parser("sweep", __doc__)
-  parser.add_argument("--workdir", type=path, help="a folder for the runs")
+  parser.add_argument("--workdir", type=local_path, help="a folder for the runs")
   about = "settings whose values are paired, model.width,model.num_layers; may be repeated"
   parser.add_argument("--zip", action="append", default=[], help=about)
   about = "print the runs, each with its updates, parameters and memory, and train none"

@@ -80,6 +80,7 @@ def save(
     return
   if private:
     raise UserError(f"private: expected a folder hf://OWNER/NAME with it, got {folder}")
+  files.check_local("folder", folder)
   folder = Path(os.path.expanduser(folder)).resolve()
   _remove_unfinished(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

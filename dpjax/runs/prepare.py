@@ -78,6 +78,7 @@ def _is_fresh(config: ConfigDict, workdir: Path) -> bool:
   for key, folder in runs.items():
     if folder and not resumes and not run_files.is_run(run_files.find(folder)):
       raise UserError(f"{key}: expected the folder of a run, got {folder}")
+  files.check_local("data.data_dir", config.data.data_dir)
   folder = (workdir / "data").resolve()
   data_dir = Path(config.data.data_dir).resolve()
   if data_dir.is_relative_to(folder):

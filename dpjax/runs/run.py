@@ -154,6 +154,8 @@ class Run:
     """
     default = self.config.data.isolate_documents
     isolate = default if isolate_documents is None else isolate_documents
+    if folder is not None:
+      files.check_local("folder", folder)
     data = self._data_with(split, isolate)
     is_first = jax.process_index() == 0
     if folder is not None and is_first:

@@ -86,9 +86,8 @@ def check_exported(folder: Path, *names: str) -> bool:
 
 
 def check_place(workdir: Path) -> None:
-  """Raises a `UserError` if a path is an address at the Hub, or an exported run is there."""
-  if workdir.parts[:1] == ("hf:",):
-    raise UserError(f"workdir: expected a folder, got an address at the Hub, {workdir}")
+  """Raises a `UserError` if a path is an address, or an exported run is there."""
+  files.check_local("workdir", workdir)
   if is_exported(workdir):
     hint = "to continue training, use a new workdir with train.init_from set to this folder"
     expected = "expected an empty folder or a run"
