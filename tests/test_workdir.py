@@ -1,5 +1,6 @@
 """One process at a time trains in a run's folder."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -15,7 +16,7 @@ import dpjax
 from dpjax import files
 from dpjax.config import sections
 from dpjax.errors import UserError
-from dpjax.runs import run_files
+from dpjax.runs import prepare, run_files
 from dpjax.training import reporting
 from tests import helpers
 
@@ -155,6 +156,61 @@ def test_a_disk_without_room_for_the_lock_keeps_no_folder(text, tmp_path, monkey
   with pytest.raises(UserError, match="^workdir: expected a folder that can be written"):
     dpjax.train(helpers.small_config(text), tmp_path / "new/run")
   assert {*tmp_path.rglob("*")} == before
+
+
+APART = helpers.cases(r"""
+  # A setting, a run's folder, and whether it can be that one.
+  data.path={root}/texts                    | texts     | False
+  data.path={root}/texts/*                  | texts     | False
+  data.path={root}/texts/*                  | texts/run | True
+  data.path={root}/texts/*.json*            | texts     | False
+  data.path={root}/texts/*/*                | texts/run | False
+  data.path={root}/texts/**                 | texts/run | False
+  data.path={root}/texts/**/*.jsonl         | texts/a/b | False
+  data.path={root}/texts/**/*.txt           | texts/a/b | True
+  data.path={root}/texts                    | texts/run | True
+  data.path={root}/texts/*.txt              | texts     | True
+  data.path={root}/texts/0.txt              | texts     | True
+  data.path={root}/run/metrics.jsonl        | run       | False
+  data.path={root}/run/data                 | run       | False
+  data.path={root}/run/data/0.txt           | run       | False
+  data.path={root}/link                     | texts     | False
+  data.mixture={root}/texts=1,wikitext103=2 | texts     | False
+  data.mixture={root}/texts=1,wikitext103=2 | run       | True
+""")
+
+
+@pytest.mark.parametrize("setting, workdir, is_apart", APART)
+def test_a_run_does_not_write_among_its_texts(setting, workdir, is_apart, text, tmp_path):
+  (tmp_path / "texts/run").mkdir(parents=True)
+  (tmp_path / "link").symlink_to("texts")
+  config = helpers.small_config(text)
+  config.data.path = ""
+  config.train.sampling = "random_windows"
+  key, _, value = setting.format(root=tmp_path).partition("=")
+  sections.set_value(config, key, value)
+  refused = contextlib.nullcontext()
+  if is_apart == "False":
+    refused = pytest.raises(
+      UserError, match=f"^workdir: expected .* {tmp_path}/{workdir}, .* {key} "
+    )
+  with refused:
+    prepare.check_apart(config.data, tmp_path / workdir)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_texts_and_tokens_of_the_users_stay_whole(text, finished, tmp_path):
+  config = helpers.small_config(text)
+  shutil.copytree(finished[1].data.folder, tmp_path / "made/data")
+  (tmp_path / "texts").mkdir()
+  for name in ("a.txt", "b.txt"):
+    helpers.write_text(tmp_path / "texts" / name)
+  before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+  for path, workdir in (("made/data", "made"), ("texts/*", "texts"), ("texts", "texts")):
+    config.data.path = str(tmp_path / path)
+    with pytest.raises(UserError, match="^workdir: expected a folder of its own, "):
+      dpjax.train(config, tmp_path / workdir, model=helpers.bigrams)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("name", ["metrics.tmp", "checkpoints", "data/tokenizer.json"])

@@ -10,7 +10,7 @@ from dpjax.config import rules, schema, sections
 from dpjax.config.setting import ConfigDict
 from dpjax.data import mixture, remote
 from dpjax.data.encoding import tokenize
-from dpjax.data.sources import load_corpus
+from dpjax.data.sources import is_name, load_corpus
 from dpjax.data.token_files import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
@@ -83,7 +83,39 @@ def _is_fresh(config: ConfigDict, workdir: Path) -> bool:
   data_dir = Path(config.data.data_dir).resolve()
   if data_dir.is_relative_to(folder):
     raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
-  return not (resumes and run_files.has_saved(workdir))
+  is_fresh = not (resumes and run_files.has_saved(workdir))
+  if is_fresh:
+    check_apart(config.data, workdir)
+  return is_fresh
+
+
+def check_apart(data: ConfigDict, workdir: Path) -> None:
+  """Raises a `UserError` if a run would write among its texts.
+
+  These are folders that are the run's own, patterns that also match its files, which the next start
+  would read as texts, and what lies where it keeps its data.
+  """
+  texts = {data.path: "data.path"} if data.path else {}
+  if data.mixture:
+    texts |= {x: "data.mixture" for x in mixture.parse(data.mixture) if not is_name(x)}
+  run = Path(os.path.realpath(workdir))
+  written = [run / name for name in run_files.ALWAYS_WRITTEN]
+  for text, key in texts.items():
+    path = os.path.realpath(os.path.expanduser(text))
+    is_inside = Path(path) == run or Path(path).is_relative_to(run / "data")
+    if is_inside or any(_matches(each, path) for each in written):
+      raise UserError(
+        f"workdir: expected a folder of its own, got {workdir}, where {key} has texts, {text}, "
+        "among which the run would write its files"
+      )
+
+
+def _matches(path: Path, pattern: str) -> bool:
+  """Whether a path is one of a pattern of texts, in which ** stands for any folders."""
+  root, folders, rest = pattern.partition("**")
+  if folders:
+    return path.is_relative_to(root) and path.match(os.path.basename(rest) or "*")
+  return path.match(pattern)
 
 
 def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:

@@ -34,6 +34,8 @@ PARAMETERS = "model.safetensors"  # of an exported run, instead of checkpoints
 _EACH = ("config.json", PARAMETERS, "data/data.json", "data/tokenizer.json")
 CHECKED = (*_EACH[1:], "frozen.json", "boundaries.json", "data/unigram.model")
 EXPORTED = ("config.json", "README.md", *CHECKED)
+# Files that each run has, besides those within folders.
+ALWAYS_WRITTEN = ("config.json", "lock", "losses.f32", "metrics.jsonl")
 # The beginnings of the names that training writes into the folder, with any endings.
 _WRITTEN = (
   r"(checkpoints|config|data|frozen|lock|losses|metrics|profile|scores_\w+|tensorboard)(\.|$)"
