@@ -90,10 +90,30 @@ def test_a_dry_run_plans_each_run_and_trains_none(experiment, tmp_path, capsys):
   assert not (tmp_path / "runs").exists()
 
 
+def test_values_may_follow_their_setting_as_in_train(experiment, tmp_path, monkeypatch):
+  planned = []
+
+  def train(config, workdir):
+    planned.append(config)
+    return None, {}
+
+  monkeypatch.setattr(dpjax.runs, "train", train)
+  words = ["--config.train.weight_decay_mask", "all", "--noconfig.model.tie_embeddings"]
+  words += ["--config.model.width", "6,24", "--config.model.use_bias", "--seeds", "5,0"]
+  words += ["--config", experiment.partition("=")[2], "--workdir", str(tmp_path / "runs")]
+  assert "expected a finite loss" in helpers.command("sweep", *words)
+  assert [(config.model.width, config.seed) for config in planned] == [
+    (width, seed) for width in (6, 24) for seed in (5, 0)
+  ]
+  assert all(x.model.use_bias and not x.model.tie_embeddings for x in planned)
+
+
 @pytest.mark.parametrize(
   ("words", "message"),
   [
     (["--config.train.learning_rate=1e-3,fast"], "fast"),
+    (["--config.train.learning_rate", "1e-3,fast"], "^--config.train.learning_rate: .* got fast"),
+    (["--config.train.learning_rate", "-1e-3,1"], "^train.learning_rate: .* got -0.001"),
     (["--config.train.learning_rat=1e-3"], "nearest known is train.learning_rate"),
     (
       ["--config.sample.prompt=a-b,a b"],

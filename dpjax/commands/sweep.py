@@ -60,13 +60,20 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Splits the arguments into those of the configuration, as --NAME=VALUES, and others."""
+  """Splits the arguments into those of the configuration, as --NAME=VALUES, and others.
+
+  A word behind a setting is its value, unless it is a flag: a sweep has no other such words.
+  """
   settings = []
   others = []
-  rest = iter(arguments)
-  for word in rest:
-    if word in ("-config", "--config"):
-      settings.append(f"{word}={next(rest, '')}")
+  rest = list(arguments)
+  while rest:
+    word = rest.pop(0)
+    is_setting = re.fullmatch(r"--?config\.[^=]*", word) is not None
+    is_followed = bool(rest) and not re.match(r"--?[A-Za-z]", rest[0])
+    if word in ("-config", "--config") or (is_setting and is_followed):
+      value = rest.pop(0) if rest else ""
+      settings.append(f"{word}={value}")
     elif re.match(r"--?(no)?config[.=]", word):
       settings.append(word)
     else:
