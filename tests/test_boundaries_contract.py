@@ -4,6 +4,8 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
+from jax.typing import DTypeLike
 
 import dpjax
 from dpjax import layers, ops, testing
@@ -18,11 +20,11 @@ KINDS = {
   "fixed": partial(layers.Fixed, shortening_factor=3, offset=1),
   "whitespace": partial(layers.Whitespace, space_ids=(1, 4)),
   "spacebyte": partial(layers.SpaceByte, space_ids=(1, 2), end_ids=(0, 2)),
-  "unigram": partial(layers.Unigram, predictor_width=7),
-  "entropy": partial(layers.EntropySpikes, predictor_width=7),
-  "gumbel": partial(layers.Gumbel, predictor_width=7),
-  "flexitokens": partial(layers.FlexiTokens, predictor_width=7),
-  "routing": partial(layers.Routing, width=6),
+  "unigram": layers.Unigram,
+  "entropy": layers.EntropySpikes,
+  "gumbel": layers.Gumbel,
+  "flexitokens": layers.FlexiTokens,
+  "routing": layers.Routing,
 }
 
 
@@ -135,6 +137,45 @@ class CountsPadding(EveryThird):
     return jnp.sum(stage.boundaries.astype(jnp.float32)), None
 
 
+class LosesDigits(EveryThird):
+  def find(self, hidden, tokens, context, cache, noise):
+    output = super().find(hidden, tokens, context, cache, noise)
+    return output._replace(logits=hidden[..., 0] + 256 - 256)
+
+
+class Scales(EveryThird):
+  """Its logits are a vector's first number, scaled by a parameter."""
+
+  init_std: float = 0.0
+  dtype: DTypeLike = jnp.float32
+
+  def find(self, hidden, tokens, context, cache, noise):
+    output = super().find(hidden, tokens, context, cache, noise)
+    return output._replace(logits=self.scale().astype(self.dtype) * hidden[..., 0])
+
+  @nn.compact
+  def scale(self):
+    return self.param("scale", nn.initializers.normal(self.init_std), (1, 1))
+
+
+class HasSmallParameters(Scales):
+  @nn.compact
+  def scale(self):
+    return self.param("scale", nn.initializers.ones, (1, 1), self.dtype)
+
+
+class ChangesItsCachesDtype(Scales):
+  def find(self, hidden, tokens, context, cache, noise):
+    output = super().find(hidden, tokens, context, cache, noise)
+    return output if cache is None else output._replace(cache=hidden[:, -1, 0])
+
+
+class BeginsWithOnes(Scales):
+  @nn.compact
+  def scale(self):
+    return self.param("scale", nn.initializers.ones, (1, 1))
+
+
 BROKEN = [
   ("outputs", Halves, "expected boundaries of 0 and 1"),
   ("causality", LooksAhead, "boundaries, with another end from position"),
@@ -146,6 +187,10 @@ BROKEN = [
   ("documents", JoinsDocuments, "the document of row 0 from position 1 on"),
   ("counts", CountsTooFew, "max_segments: expected at least 5, got 4"),
   ("counts", MiscountsRows, "count_segments"),
+  ("bfloat16", LosesDigits, "logits"),
+  ("bfloat16", HasSmallParameters, "expected parameters of float32, got {'bfloat16'}"),
+  ("bfloat16", ChangesItsCachesDtype, "expected a cache"),
+  ("initial_values", BeginsWithOnes, "init_std has no effect"),
   ("loss", LosesByRow, r"expected one number, got the shape \(2,\)"),
   ("loss", AveragesRows, "the two rows apart"),
   ("loss", CountsPadding, "without padding"),
@@ -161,6 +206,7 @@ def test_the_contract_finds_what_is_broken(relation, broken, message):
 def test_a_breakage_is_known_of_every_relation():
   assert {relation for relation, *_ in BROKEN} == {*testing.BOUNDARY_RELATIONS}
   testing.check_boundaries(EveryThird)
+  testing.check_boundaries(Scales)
 
 
 def test_wrong_arguments_are_refused():

@@ -1,21 +1,26 @@
 """Checks that boundaries fulfil the contract: `dpjax.testing.check_boundaries(MyBoundaries)`."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+from jax.typing import DTypeLike
 
 from dpjax.errors import UserError
 from dpjax.layers.boundaries import Boundaries, BoundaryOutput, StageOutput
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Context
-from dpjax.testing.relations import check, choose, draw_zeros, expect
+from dpjax.testing.relations import check, choose, close_in_bfloat16, draw_zeros, expect
 
 _BATCH = 2
 _LENGTH = 17
+_PREDICTOR_WIDTH = 7
 # Sizes of chunks, and how many tokens of each row are real.
 _CHUNKS = [(5, (5, 2)), (1, (1, 1)), (7, (0, 7)), (1, (1, 0)), (9, (9, 6)), (1, (1, 1))]
 # Where the documents of each row begin.
@@ -23,18 +28,19 @@ _STARTS = ((0, 1, 6, 7), (0, 4, 13))
 
 
 def check_boundaries(
-  make: Callable[[], Boundaries],
+  make: Callable[..., Boundaries],
   *,
   width: int = 6,
   vocab_size: int = 5,
   relations: Collection[str] | None = None,
 ) -> None:
-  """Checks boundaries with small random vectors and tokens, in evaluation.
+  """Checks boundaries with small random vectors and tokens, in evaluation, float32 and bfloat16.
 
   Parameters begin as the module initializes them; those that are zero are drawn from N(0, 0.01).
 
   Args:
-    make: makes the module: its class, or `functools.partial` of the class with settings.
+    make: makes the module: its class, or `functools.partial` of the class with settings. Called
+      with those of `width=`, `predictor_width=` and `dtype=` that it declares, as by a model.
     width: D.
     vocab_size: the tokens are 0, 1, ..., `vocab_size` - 1.
     relations: names of `BOUNDARY_RELATIONS`; None checks all.
@@ -44,20 +50,31 @@ def check_boundaries(
     ValueError: `make` makes no `dpjax.layers.Boundaries`, or a relation is unknown.
   """
   names = choose(relations, BOUNDARY_RELATIONS)
-  module = make()  # A class that cannot be instantiated raises its own error.
+  case = _Case(make, width, vocab_size)
+  module = case.module  # A class that cannot be instantiated raises its own error.
   if not isinstance(module, Boundaries):
     raise UserError(f"make: expected a subclass of dpjax.layers.Boundaries, got {module!r}")
-  case = _Case(module, width, vocab_size)
   check(case, names, BOUNDARY_RELATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-  """Boundaries with the sizes of `check_boundaries`."""
+  """Boundaries with the arguments of `check_boundaries`."""
 
-  module: Boundaries
+  make: Callable[..., Boundaries]
   width: int
   vocab_size: int
+
+  def __call__(self, **settings: Any) -> Boundaries:
+    usual = {"width": self.width, "predictor_width": _PREDICTOR_WIDTH, "dtype": jnp.float32}
+    fields = inspect.signature(self.make).parameters
+    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
+    supplied = {**usual, **settings}
+    return self.make(**{name: x for name, x in supplied.items() if takes_any or name in fields})
+
+  @property
+  def module(self) -> Boundaries:
+    return self()
 
   def draw(self, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """Vectors [B, T, D] and tokens [B, T]."""
@@ -66,13 +83,25 @@ class _Case:
     tokens = generator.integers(self.vocab_size, size=(_BATCH, _LENGTH))
     return jnp.asarray(hidden, jnp.float32), jnp.asarray(tokens, jnp.int32)
 
+  def initial(self, module: Boundaries, dtype: DTypeLike = jnp.float32) -> Params:
+    """The parameters as the module draws them, for vectors of a dtype."""
+    hidden, tokens = self.draw()
+    init = jax.jit(nn.init(_find_with_residual, module))
+    return init(jax.random.key(0), hidden.astype(dtype), tokens).get("params", {})
+
   def params(self) -> Params:
-    variables = jax.jit(self.module.init)(jax.random.key(0), *self.draw())
-    return draw_zeros(variables.get("params", {}))
+    return draw_zeros(self.initial(self.module))
 
   def find(self) -> Callable[..., BoundaryOutput]:
     """The compiled module, (hidden, tokens, **keywords) -> output."""
     return jax.jit(partial(self.module.apply, {"params": self.params()}))
+
+
+def _find_with_residual(
+  module: Boundaries, hidden: jax.Array, tokens: jax.Array
+) -> tuple[BoundaryOutput, jax.Array]:
+  """What a model calls of boundaries."""
+  return module(hidden, tokens), module.residual(hidden)
 
 
 def _outputs(case: _Case) -> None:
@@ -219,6 +248,73 @@ def _counts(case: _Case) -> None:
     expect(found.max() <= most, f"max_segments: expected at least {found.max()}, got {most}")
 
 
+def _bfloat16(case: _Case) -> None:
+  """In bfloat16, logits, probabilities, residuals and gradients are those of float32, rounded.
+
+  Both have the same vectors and parameters, rounded to bfloat16; a field `dtype` says so.
+  Parameters stay float32, and a cache keeps its dtypes. Without logits and probabilities,
+  boundaries are the same. Look at sums over positions, which need float32, and at `init_cache`.
+  """
+  rounded = case(dtype=jnp.bfloat16)
+  hidden, tokens = case.draw()
+  hidden = hidden.astype(jnp.bfloat16)
+  params = draw_zeros(case.initial(rounded, jnp.bfloat16))
+  dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+  expect(dtypes <= {"float32"}, f"expected parameters of float32, got {dtypes}")
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
+
+  def run(module, dtype):
+    def loss(params):
+      find = nn.apply(_find_with_residual, module)
+      found, residual = find({"params": params}, hidden.astype(dtype), tokens)
+      numbers = {"residual": residual}
+      for name in ("logits", "probabilities"):
+        if getattr(found, name) is not None:
+          numbers[name] = getattr(found, name)
+      total = sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in numbers.values())
+      return total, (found, numbers)
+
+    (_, (found, numbers)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return found, {"output": numbers, "gradient": grads}
+
+  want, expected = run(case.module, jnp.float32)
+  found, outputs = run(rounded, jnp.bfloat16)
+  pairs = zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(outputs), strict=True)
+  for (path, exact), output in pairs:
+    close_in_bfloat16(output, exact, jax.tree_util.keystr(path))
+  if want.logits is None and want.probabilities is None:
+    np.testing.assert_array_equal(found.boundaries, want.boundaries, "boundaries")
+  if not rounded.has_cache:
+    return
+  cache = rounded.init_cache(_BATCH, case.width)
+  types = jax.tree.map(jax.typeof, cache)
+  context = Context(num_before=jnp.zeros(_BATCH, jnp.int32))
+  step = jax.jit(partial(rounded.apply, {"params": params}, method="step"))
+  output = step(hidden, tokens, cache, context)
+  after = jax.tree.map(jax.typeof, output.cache)
+  expect(after == types, f"expected a cache {types}, got {after}")
+
+
+def _initial_values(case: _Case) -> None:
+  """A field `init_std` is the standard deviation of the initial weights.
+
+  Otherwise the model's setting `init_std` has no effect on the boundaries that declare it.
+  """
+  if "init_std" not in {field.name for field in dataclasses.fields(case.module)}:
+    return
+  usual = case.initial(case.module.clone(init_std=0.5))
+  widened = case.initial(case.module.clone(init_std=1.0))
+  changed = []
+  for (path, before), after in zip(
+    jax.tree.leaves_with_path(usual), jax.tree.leaves(widened), strict=True
+  ):
+    if not np.array_equal(before, after):
+      name = jax.tree_util.keystr(path)
+      np.testing.assert_array_equal(after, 2 * before, f"{name} by 2")
+      changed.append(name)
+  expect(not usual or len(changed) > 0, "init_std has no effect")
+
+
 def _loss(case: _Case) -> None:
   """The loss is a finite sum over the tokens that count, with finite gradients.
 
@@ -283,5 +379,7 @@ BOUNDARY_RELATIONS: dict[str, Callable[[_Case], None]] = {
   "chunks": _chunks,
   "documents": _documents,
   "counts": _counts,
+  "bfloat16": _bfloat16,
+  "initial_values": _initial_values,
   "loss": _loss,
 }

@@ -16,7 +16,7 @@ from dpjax.errors import UserError
 from dpjax.generation.precision import only_cast
 from dpjax.layers.common import Params
 from dpjax.layers.mixer import Context, Mixer
-from dpjax.testing.relations import check, choose, draw_zeros, expect
+from dpjax.testing.relations import check, choose, close_in_bfloat16, draw_zeros, expect
 
 _BATCH, _LENGTH = 2, 11
 # Sizes of chunks, and how many tokens of each row are real.
@@ -110,13 +110,6 @@ def _close(
   """Checks equality up to the rounding of sums of size `scale`, by default of all `expected`."""
   atol = 1e-5 * _largest(expected if scale is None else scale)
   np.testing.assert_allclose(output, expected, rtol=1e-5, atol=atol, err_msg=message)
-
-
-def _close_in_bfloat16(output: jax.Array, expected: jax.Array, message: str) -> None:
-  # A bfloat16 has 8 bits: 0.4% each, over a few roundings.
-  got = np.asarray(output, np.float32)
-  want = np.asarray(expected, np.float32)
-  np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max(), err_msg=message)
 
 
 def _largest(tree: PyTree[ArrayLike]) -> float:
@@ -225,7 +218,7 @@ def _bfloat16(case: _Case) -> None:
   expected = jax.tree.leaves_with_path(run(exact, jnp.dtype("float32")))
   outputs = jax.tree.leaves(run(rounded, jnp.dtype("bfloat16")))
   for (path, want), got in zip(expected, outputs, strict=True):
-    _close_in_bfloat16(got, want, jax.tree_util.keystr(path))
+    close_in_bfloat16(got, want, jax.tree_util.keystr(path))
 
 
 def _dropout(case: _Case) -> None:
@@ -399,7 +392,7 @@ def _bfloat16_steps(case: _Case) -> None:
     output, cache = jitted(stored, inputs[:, t : t + 1], cache)
     outputs.append(output)
   expected = jax.jit(partial(_apply, module))(params, inputs)
-  _close_in_bfloat16(jnp.concatenate(outputs, 1), expected, "all tokens")
+  close_in_bfloat16(jnp.concatenate(outputs, 1), expected, "all tokens")
 
 
 def _documents(case: _Case) -> None:

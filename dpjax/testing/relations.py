@@ -45,3 +45,10 @@ def draw_zeros(params: Params) -> Params:
   return jax.tree.map(
     lambda x: x if x.any() else jnp.asarray(normal(x.shape) / 10, x.dtype), params
   )
+
+
+def close_in_bfloat16(output: jax.Array, expected: jax.Array, message: str) -> None:
+  """Checks equality up to the rounding of a few numbers of 8 bits, 0.4% each."""
+  got = np.asarray(output, np.float32)
+  want = np.asarray(expected, np.float32)
+  np.testing.assert_allclose(got, want, rtol=0, atol=0.03 * np.abs(want).max(), err_msg=message)
