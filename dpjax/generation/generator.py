@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from flax import struct
 from jaxtyping import PRNGKeyArray, PyTree
 
@@ -177,7 +176,7 @@ class Generator:
       if not isinstance(prompt, str):
         raise UserError(f"prompt: expected a text, got {prompt!r}")
       _check_characters(self._tokenizer, prompt)
-      check_prompt(self._model, self._window, self._tokenizer, prompt, "prompt", sample)
+      self.check_prompt(prompt, sample)
     stops = _stop_texts(stop)
     rows = []
     for prompt in prompts:
@@ -190,6 +189,37 @@ class Generator:
     keys = _row_keys(seed, len(prompts), num_samples)
     generator = self._in_bfloat16 if sample.dtype == "bfloat16" else self
     return generator._pieces(params, rows, keys, sample)
+
+  def check_prompt(self, prompt: str, sample: Sample | ConfigDict, name: str = "prompt") -> None:
+    """Raises a `UserError` unless a prompt and its continuation fit into the model's window.
+
+    Args:
+      prompt: the text to continue.
+      sample: the length of the continuation, and what to do beyond the window.
+      name: what messages call the prompt.
+    """
+    window = self._window
+    length = len(self._tokenizer.encode(prompt))
+    if self._tokenizer.begins_texts:
+      length += 1
+    if sample.overflow != "continue":
+      if length > window:
+        raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
+      longest = window + 1 - max(1, length)
+      if sample.overflow == "error" and sample.length > longest:
+        raise UserError(
+          f"length: expected at most {longest} after a {name} of {length} tokens (the "
+          f"model's window has {window}), got {sample.length}; or another overflow"
+        )
+      return
+    if not self._has_cache:
+      raise UserError("overflow: expected slide or error, as the model has no cache, got continue")
+    bounded = getattr(self._model, "bounded_parts", ())
+    if bounded and max(1, length) + sample.length - 1 > window:
+      raise UserError(
+        f"overflow: expected slide or error, as {' and '.join(bounded)} cannot go beyond the "
+        f"model's window of {window} tokens, got continue"
+      )
 
   def _sample_with(self, settings: Mapping[str, Any]) -> Sample:
     """The run's settings, those of a call in their places."""
@@ -349,38 +379,6 @@ class Generator:
   def _advance_passes(self, params, state, keys, draw) -> tuple[decode.State, jax.Array]:
     step = self._full_pass(params, keys)
     return decode.advance(step, state, keys, num_tokens=_CHUNK_OF_PASSES, **draw)
-
-
-def check_prompt(
-  model: nn.Module,
-  window: int,
-  tokenizer: Tokenizer,
-  prompt: str,
-  name: str,
-  sample: Sample | ConfigDict,
-) -> None:
-  """Checks that a prompt, called `name`, and its continuation fit into the model's window."""
-  length = len(tokenizer.encode(prompt))
-  if tokenizer.begins_texts:
-    length += 1
-  if sample.overflow != "continue":
-    if length > window:
-      raise UserError(f"{name}: expected 1 to {window} tokens (the model's window), got {length}")
-    longest = window + 1 - max(1, length)
-    if sample.overflow == "error" and sample.length > longest:
-      raise UserError(
-        f"length: expected at most {longest} after a {name} of {length} tokens (the "
-        f"model's window has {window}), got {sample.length}; or another overflow"
-      )
-    return
-  if not getattr(model, "has_cache", False):
-    raise UserError("overflow: expected slide or error, as the model has no cache, got continue")
-  bounded = getattr(model, "bounded_parts", ())
-  if bounded and max(1, length) + sample.length - 1 > window:
-    raise UserError(
-      f"overflow: expected slide or error, as {' and '.join(bounded)} cannot go beyond the model's "
-      f"window of {window} tokens, got continue"
-    )
 
 
 def _check_characters(tokenizer: Tokenizer, prompt: str) -> None:

@@ -152,8 +152,8 @@ def _check(run: Run, trainer: Trainer) -> int:
   """The number of parameters; a `UserError` if the run cannot train."""
   config = run.config
   sample = config.sample
-  window = config.model.max_length
-  generator.check_prompt(run.model, window, run.tokenizer, sample.prompt, "sample.prompt", sample)
+  samples = generator.Generator(config.model, sample, run.model, run.tokenizer)
+  samples.check_prompt(sample.prompt, sample, "sample.prompt")
   key = jax.random.key(0)
   shapes = jax.eval_shape(lambda: build.init_params(run.model, key))
   name = "train.optimizer" if trainer.optimizer is None else "optimizer"
