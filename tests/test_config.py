@@ -234,6 +234,11 @@ def test_a_model_says_what_it_is():
   model.middle = dpjax.config.middle("fixed")
   expected = "we (fixed boundaries) within we and she,he (gumbel boundaries)"
   assert sections.describe_model(model) == expected
+  model.middle = dpjax.config.middle("gumbel", middle=dpjax.config.middle("fixed"))
+  expected = "we (fixed boundaries) (gumbel boundaries) within we and she,he (gumbel boundaries)"
+  assert sections.describe_model(model) == expected
+  model.last.mixer = "we"
+  assert sections.describe_model(model) == "we (fixed boundaries) (2 x gumbel boundaries)"
   model.boundaries = "none"
   assert sections.describe_model(changed({"model.mixer": "we,he"}).model) == "we,he"
 

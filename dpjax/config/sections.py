@@ -4,6 +4,7 @@
 """
 
 import inspect
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
@@ -242,18 +243,25 @@ def mixer_names(mixer: Settings | list[Settings] | tuple[Settings, ...] | None) 
 def describe_model(model: Settings) -> str:
   """The mixers of a model, from the innermost stack out, and its boundaries.
 
-  Such as "we", "dispatcher (gumbel boundaries)" or "attention within mamba2 (routing boundaries)".
+  Such as "we", "dispatcher (gumbel boundaries)" or, with two equal stages, "attention within mamba2
+  (2 x routing boundaries)".
   """
   inner = mixer_names(model["mixer"])
   text = inner
-  for stage in reversed([stage for stage in stages_in(model).values() if is_pooled(stage)]):
-    outer = (mixer_names(stage[x]["mixer"] or stage["mixer"]) for x in ("first", "last"))
-    around = " and ".join(dict.fromkeys(outer))
+  stages = reversed([stage for stage in stages_in(model).values() if is_pooled(stage)])
+  for (around, kind), equal in itertools.groupby(map(_mixers_and_boundaries, stages)):
     if around != inner:
       text += f" within {around}"
-    text += f" ({stage['boundaries']['name']} boundaries)"
+    count = len([*equal])
+    text += f" ({count} x {kind} boundaries)" if count > 1 else f" ({kind} boundaries)"
     inner = around
   return text
+
+
+def _mixers_and_boundaries(stage: Settings) -> tuple[str, str]:
+  """The names of the mixers and of the boundaries of a stage."""
+  outer = (mixer_names(stage[x]["mixer"] or stage["mixer"]) for x in ("first", "last"))
+  return " and ".join(dict.fromkeys(outer)), stage["boundaries"]["name"]
 
 
 def is_pooled(model: Settings) -> bool:
