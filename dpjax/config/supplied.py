@@ -1,4 +1,4 @@
-"""What a model supplies to its components, besides their settings: declared once for each kind.
+"""What a model's settings supply to its parts, besides their own: declared once for each kind.
 
 These fields are not settings. A component receives only those that it declares.
 """
@@ -10,6 +10,18 @@ from dpjax.config.setting import Settings
 if TYPE_CHECKING:
   from flax import linen as nn
   from jax.typing import DTypeLike
+
+
+class ModuleFields(NamedTuple):
+  """The fields that all modules around the components have.
+
+  Attributes:
+    init_std: the standard deviation of weights; 0: PyTorch's defaults.
+    dtype: that of the computation.
+  """
+
+  init_std: float
+  dtype: "DTypeLike"
 
 
 class MixerFields(NamedTuple):
@@ -41,6 +53,11 @@ class BoundariesFields(NamedTuple):
   init_std: float
   dtype: "DTypeLike"
   frozen: "nn.Module | None"
+
+
+def module_fields(model: Settings) -> ModuleFields:
+  """The fields of a model, its stages and its feed-forward networks."""
+  return ModuleFields(init_std=model["init_std"], dtype=_dtype(model))
 
 
 def mixer_fields(model: Settings, *, depth: int = 0, out_scale: float = 1.0) -> MixerFields:

@@ -12,7 +12,7 @@ from flax import linen as nn
 from dpjax import ops
 from dpjax.config import registry, rules, sections
 from dpjax.config.setting import ConfigDict
-from dpjax.config.supplied import boundaries_fields, mixer_fields
+from dpjax.config.supplied import boundaries_fields, mixer_fields, module_fields
 from dpjax.errors import UserError
 from dpjax.layers.block import Block, FeedForward
 from dpjax.layers.boundaries import Boundaries
@@ -56,7 +56,7 @@ def assemble(model_config: Mapping, frozen: LanguageModel | None = None) -> Lang
     use_bias=model["use_bias"],
     tie_embeddings=model["tie_embeddings"],
     embedding_std=model["embedding_std"],
-    **_drawn(model),
+    **module_fields(model)._asdict(),
   )
 
 
@@ -107,18 +107,13 @@ def _stage(model: Mapping, place: _Place, inner_width: int, frozen: LanguageMode
     shared_positions=_relative_positions([first, last]),
     inner_width=None if inner_width == model["width"] else inner_width,
     pads=model["middle_resize"] == "padding",
-    **_drawn(model),
+    **module_fields(model)._asdict(),
   )
 
 
 def _mixer_of(model: Mapping, name: str) -> Any:
   """The mixers of the stack `first` or `last`."""
   return model[name]["mixer"] or model["mixer"]
-
-
-def _drawn(model: Mapping) -> dict[str, Any]:
-  """How modules initialize weights and compute."""
-  return dict(init_std=model["init_std"], dtype=jnp.dtype(model["dtype"]))
 
 
 def _norm(model: Mapping) -> Norm:
@@ -189,7 +184,7 @@ def _block(model: Mapping, section: Mapping, place: _Place) -> Block:
       model["hidden_dropout"],
       use_bias=model["use_bias"],
       out_scale=out_scale,
-      **_drawn(model),
+      **module_fields(model)._asdict(),
     )
   return Block(
     mixer(),
