@@ -21,14 +21,18 @@ from dpjax.ops.placement import is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
 
-def _block_sizes(length: int) -> dict[str, int]:
-  """The default sizes of tiles, by platform.
+def _block_sizes(length: int, window: int | None, is_plain: bool) -> dict[str, int]:
+  """The default sizes of tiles, by platform; `is_plain` is without documents, window and positions.
 
   Chosen by results/ops.json on a CPU; by results/ops_h200.json on a GPU, which launches several
   kernels for each tile; and on a TPU, where tiles should stay in the core's memory, by the bytes
-  that compiled programs move.
+  that compiled programs move. Smaller tiles skip more of what a window or documents hide.
   """
-  return {"cpu": 128, "tpu": min(max(256, length // 16), 1024), "default": 1024}
+  cpu = 256 if is_plain and length >= 1024 else 128
+  sizes = {"cpu": cpu, "tpu": min(max(256, length // 16), 1024), "default": 1024}
+  if window is None:
+    return sizes
+  return {name: min(size, max(window, 128)) for name, size in sizes.items()}
 
 
 @automatic_axes
@@ -70,8 +74,9 @@ def causal_attention(
       document. None means that each row is one document.
     window: w, the maximum number of keys that a query sees, including its own; None for
       all.
-    block_size: the maximum number of queries and keys of a tile. None: 128 on a CPU, 256 to 1,024
-      by T on a TPU, else 1,024 or cuDNN's, and with a window at most that many, or 128.
+    block_size: the maximum number of queries and keys of a tile. None: on a CPU 128, or 256
+      from T = 1,024 on without a window, documents and positions; on a TPU 256 to 1,024 by T; else
+      1,024 or cuDNN's. With a window at most that many, or 128.
 
   Returns:
     The output, in the dtype of `values`.
@@ -102,10 +107,12 @@ def causal_attention(
     name: functools.partial(attend, size) for name, size in sizes.items()
   }
   size = sizes.get("cpu", sizes["default"])
-  if not size and not dropout_rate and _is_faster_by_row(queries):
+  if not dropout_rate and _is_faster_by_row(queries, size):
     # The scores of a row stay in the processor's caches, and those of all rows take no memory.
     per_row = [] if reach_bt is None else [jnp.broadcast_to(reach_bt, queries.shape[:2])]
-    attend_row = jax.checkpoint(functools.partial(attend, size))
+    attend_row = functools.partial(attend, size)
+    if not size:
+      attend_row = jax.checkpoint(attend_row)
     runs["cpu"] = lambda *qkv: each_row(attend_row, *qkv, *per_row)
   if block_size is None and not dropout_rate and reach_bt is None and _has_cudnn(*qkv):
     runs["cuda"] = _attend_by_cudnn
@@ -140,7 +147,9 @@ def relative_attention(
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
   """
-  reach_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size)
+  reach_bt, sizes = _check(
+    queries, dropout_rate, dropout_key, document_starts, block_size, is_relative=True
+  )
   check_distances(positions, queries.shape[1])
   positions = positions[: queries.shape[1]]
 
@@ -241,12 +250,15 @@ def check_distances(positions: jax.Array, length: int) -> None:
     raise ValueError(f"positions: expected R of at least {length} of [R, H, E], got {got}")
 
 
-def _is_faster_by_row(queries: jax.Array) -> bool:
-  """Whether a CPU is faster row by row: one row keeps its cores busy, all exceed its caches."""
+def _is_faster_by_row(queries: jax.Array, size: int) -> bool:
+  """Whether a CPU is faster row by row: one row keeps its cores busy, all exceed its caches.
+
+  `size` is that of a tile; 0 without tiles.
+  """
   if is_symbolic(queries):
     return False
   batch, length, heads, _ = queries.shape
-  row_bytes = 4 * heads * length**2
+  row_bytes = 4 * heads * (size or length) ** 2
   return row_bytes >= 2**17 and batch * row_bytes >= 2**23
 
 
@@ -264,25 +276,32 @@ def _attend_by_cudnn(queries, keys, values) -> jax.Array:
   return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="cudnn")
 
 
-def _check(queries, dropout_rate, dropout_key, document_starts, block_size, window=None) -> tuple:
+def _check(
+  queries,
+  dropout_rate,
+  dropout_key,
+  document_starts,
+  block_size,
+  window=None,
+  is_relative: bool = False,
+) -> tuple:
   """How far back queries see, [B or 1, T] or None, and the block size by platform, or 0."""
   arrays.check_not_empty(queries=queries)
   arrays.rate("dropout_rate", dropout_rate)
   arrays.key("dropout_key", dropout_key, dropout_rate)
-  reach_bt = None
   length = queries.shape[1]
-  if block_size is None:
-    chosen = _block_sizes(length)
-  else:
-    chosen = {"default": arrays.integer("block_size", block_size)}
-  if document_starts is not None:
-    reach_bt = document_positions(document_starts)
-  if window is not None and arrays.integer("window", window) < length:
+  reach_bt = None if document_starts is None else document_positions(document_starts)
+  if window is not None and arrays.integer("window", window) >= length:
+    window = None
+  if window is not None:
     if reach_bt is None:  # Shared by all rows, [1, T], so that devices exchange nothing.
       reach_bt = jnp.arange(length, dtype=jnp.int32)[None]
     reach_bt = jnp.minimum(reach_bt, window - 1)
-    if block_size is None:
-      chosen = {name: min(size, max(window, chosen["cpu"])) for name, size in chosen.items()}
+  if block_size is None:
+    is_plain = reach_bt is None and not is_relative
+    chosen = _block_sizes(length, window, is_plain)
+  else:
+    chosen = {"default": arrays.integer("block_size", block_size)}
 
   def even(size: int) -> int:
     # Multiples of 8 fill the processor's vectors.

@@ -19,54 +19,78 @@ from dpjax.ops.products import product, sum_dtype
 
 
 class Inputs(NamedTuple):
-  """Queries, keys and values; `relative` is positions and the two biases, [H, E], or None.
+  """Queries, keys and values, [B, T, H, E].
 
-  `tiled` takes [B, T, H, E], and positions [T, H, E]. It cuts tiles from [H, B, T, E], where T is a
-  multiple of the block. Heads come first, so that each needs one product with the positions,
-  [H, T + S, E], shared by all rows, the farthest first and S future ones last.
+  `relative` is positions, [T, H, E], and the two biases, [H, E], of `relative_attention`; or ().
   """
 
   queries: jax.Array
   keys: jax.Array
   values: jax.Array
-  relative: tuple[jax.Array, ...] | None = None
+  relative: tuple[jax.Array, ...] = ()
+
+
+class _Operands(NamedTuple):
+  """Queries with the content bias, keys and values, [H, B, T, E]; T is a multiple of a tile's size.
+
+  Heads come first, so that each needs one product with the positions, shared by all rows.
+  `distance` is what scores by distance read, or None: queries with the position bias, and
+  positions, [H, T + S, E], the farthest first and S future ones last.
+  """
+
+  queries: jax.Array
+  keys: jax.Array
+  values: jax.Array
+  distance: tuple[jax.Array, jax.Array] | None = None
 
 
 def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
-  """Attention by tiles of size x size."""
-  length = inputs.queries.shape[1]
+  """Attention by tiles of size x size; `reach_bt` is how far back a query sees, or None."""
+  queries, keys, values, relative = inputs
+  length = queries.shape[1]
   missing = -length % size
-  # Padding keys come after every query, so the causal mask hides them.
-  padding = (0, 0), (0, 0), (0, missing), (0, 0)
-  q, k, v = (jnp.pad(x.transpose(2, 0, 1, 3), padding) for x in inputs[:3])
-  relative = None
-  if inputs.relative is not None:
-    positions, content_bias, position_bias = inputs.relative
+
+  def heads_first(x):
+    # Padding keys come after every query, so the causal mask hides them.
+    return jnp.pad(x.transpose(2, 0, 1, 3), ((0, 0), (0, 0), (0, missing), (0, 0)))
+
+  distance = None
+  if relative:
+    positions, content_bias, position_bias = relative
     farthest_first_hre = positions[::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    relative = replicate((positions_hre, content_bias, position_bias))
-  tiles = pvary_like(Inputs(q, k, v, relative))
+    distance = heads_first(queries + position_bias[None, None]), replicate(positions_hre)
+    queries = queries + content_bias[None, None]
+  operands = pvary_like(
+    _Operands(heads_first(queries), heads_first(keys), heads_first(values), distance)
+  )
   if reach_bt is not None:
     reach_bt = jnp.pad(reach_bt, ((0, 0), (0, missing)))
   with arrays.reverse_mode(f"block_size: expected {length} or more"):
-    y_hbte = jnp.asarray(_attend_tiles(dropout_rate, size, tiles, reach_bt, key))
+    y_hbte = jnp.asarray(_attend_tiles(dropout_rate, size, operands, reach_bt, key))
   return y_hbte[:, :, :length].transpose(1, 2, 0, 3)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_tiles(dropout_rate, size, inputs: Inputs, reach_bt, key) -> jax.Array:
-  return _attend_tiles_forward(dropout_rate, size, inputs, reach_bt, key)[0]
+def _attend_tiles(dropout_rate, size, operands: _Operands, reach_bt, key) -> jax.Array:
+  return _attend_tiles_forward(dropout_rate, size, operands, reach_bt, key)[0]
 
 
-def _attend_tiles_forward(dropout_rate, size, inputs: Inputs, reach_bt, key):
-  values_hbte = inputs.values
+def _attend_tiles_forward(dropout_rate, size, operands: _Operands, reach_bt, key):
+  values_hbte = operands.values
+  scale = values_hbte.shape[3] ** -0.5
 
-  def tile(state, i, j):
+  def tile(state, i, j, is_whole):
     old_hbq, sum_hbq, y_hbqe = (_block(x, i, size) for x in state)
-    scores_hbqs, _ = _tile_scores(inputs, reach_bt, i, j, size)
+    queries_hbqe = _block(operands.queries, i, size)
+    scores_hbqs = product("hbqe,hbse->hbqs", queries_hbqe, _block(operands.keys, j, size))
+    if operands.distance is not None:
+      scores_hbqs += _scores_by_distance(operands.distance, i, j, size)
+    if not is_whole:
+      scores_hbqs = jnp.where(_sees(reach_bt, i, j, size)[None], scores_hbqs, -jnp.inf)
     top_hbq = jnp.maximum(old_hbq, scores_hbqs.max(axis=-1))
-    weights_hbqs = jnp.exp(scores_hbqs - top_hbq[..., None])
-    shrink_hbq = jnp.exp(old_hbq - top_hbq)
+    weights_hbqs = jnp.exp((scores_hbqs - top_hbq[..., None]) * scale)
+    shrink_hbq = jnp.exp((old_hbq - top_hbq) * scale)
     sum_hbq = sum_hbq * shrink_hbq + weights_hbqs.sum(axis=-1)
     if dropout_rate:
       weights_hbqs = dropout(weights_hbqs, dropout_rate, _tile_key(key, i, j))
@@ -76,115 +100,119 @@ def _attend_tiles_forward(dropout_rate, size, inputs: Inputs, reach_bt, key):
     new = top_hbq, sum_hbq, y_hbqe
     return tuple(_put(x, block, i, size) for x, block in zip(state, new, strict=True))
 
-  zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(inputs)))
+  zeros_hbte = jnp.zeros_like(values_hbte, sum_dtype(*jax.tree.leaves(operands)))
   zeros_hbt = zeros_hbte[..., 0]
   state = zeros_hbt - jnp.inf, zeros_hbt, zeros_hbte
   top_hbt, sum_hbt, y_hbte = _for_tiles(tile, state, values_hbte.shape[2] // size, reach_bt)
   y_hbte = (y_hbte / sum_hbt[..., None]).astype(values_hbte.dtype)
-  return y_hbte, (inputs, reach_bt, key, y_hbte, top_hbt + jnp.log(sum_hbt))
+  return y_hbte, (operands, reach_bt, key, y_hbte, top_hbt * scale + jnp.log(sum_hbt))
 
 
 def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
-  inputs, reach_bt, key, y_hbte, log_sum_hbt = residuals
+  operands, reach_bt, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
   dtype = log_sum_hbt.dtype
   # The mean gradient of the weights equals that of the output along it, dropout or not.
   mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
-  def tile(grads, i, j):
-    scores_hbqs, factors = _tile_scores(inputs, reach_bt, i, j, size)
-    g_hbqe, log_sum_hbq, mean_hbq = (_block(x, i, size) for x in (grad_hbte, log_sum_hbt, mean_hbt))
-    weights_hbqs = jnp.exp(scores_hbqs - log_sum_hbq[..., None])
-    by_weights_hbqs = product("hbqe,hbse->hbqs", g_hbqe, _block(inputs.values, j, size))
-    kept_hbqs = weights_hbqs
+  # Tiles are [S, Q] here, and the gradient of the queries is [H, B, E, T]: XLA:CPU multiplies up to
+  # twice as fast where it sums over the last axis of the first factor.
+  keys_hbet = operands.keys.swapaxes(2, 3)
+
+  def tile(grads, i, j, is_whole):
+    queries_hbqe = _block(operands.queries, i, size)
+    g_hbqe = _block(grad_hbte, i, size)
+    scores_hbsq = product("hbse,hbqe->hbsq", _block(operands.keys, j, size), queries_hbqe)
+    if operands.distance is not None:
+      scores_hbsq += _scores_by_distance(operands.distance, i, j, size).swapaxes(2, 3)
+    weights_hbsq = jnp.exp(scores_hbsq * scale - _block(log_sum_hbt, i, size)[:, :, None])
+    if not is_whole:
+      sees_bsq = _sees(reach_bt, i, j, size).swapaxes(1, 2)
+      weights_hbsq = jnp.where(sees_bsq[None], weights_hbsq, 0)
+    by_weights_hbsq = product("hbse,hbqe->hbsq", _block(operands.values, j, size), g_hbqe)
+    kept_hbsq = weights_hbsq
     if dropout_rate:
-      mask_hbqs = dropout(jnp.ones_like(weights_hbqs), dropout_rate, _tile_key(key, i, j))
-      kept_hbqs, by_weights_hbqs = (x * mask_hbqs for x in (kept_hbqs, by_weights_hbqs))
-    by_values_hbse = product("hbqs,hbqe->hbse", kept_hbqs.astype(g_hbqe.dtype), g_hbqe)
-    by_scores_hbqs = weights_hbqs * (by_weights_hbqs - mean_hbq[..., None]) * scale
-    by_scores_hbqs = by_scores_hbqs.astype(inputs.queries.dtype)
-    by_queries_hbqe = product("hbqs,hbse->hbqe", by_scores_hbqs, factors.keys)
-    by_keys_hbse = product("hbqs,hbqe->hbse", by_scores_hbqs, factors.content_queries)
-    by_relative = grads.relative
-    if inputs.relative is not None and factors.relative is not None:
-      position_queries, positions = factors.relative
-      by_distance_hbqr = _align_back(by_scores_hbqs)
-      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, positions)
-      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, position_queries)
-      by_positions, by_content, by_position = grads.relative
-      start = _first_distance(inputs.relative[0], i, j, size)
-      more_hbre += lax.dynamic_slice_in_dim(by_positions, start, 2 * size, 2)
-      by_relative = (
-        lax.dynamic_update_slice_in_dim(by_positions, more_hbre, start, 2),
-        by_content + by_queries_hbqe.sum(axis=2),
-        by_position + more_hbqe.sum(axis=2),
+      ones_hbqs = jnp.ones_like(weights_hbsq).swapaxes(2, 3)
+      mask_hbqs = dropout(ones_hbqs, dropout_rate, _tile_key(key, i, j))
+      mask_hbsq = mask_hbqs.swapaxes(2, 3)
+      kept_hbsq *= mask_hbsq
+      by_weights_hbsq *= mask_hbsq
+    by_values_hbse = product("hbsq,hbqe->hbse", kept_hbsq.astype(g_hbqe.dtype), g_hbqe)
+    above_mean_hbsq = by_weights_hbsq - _block(mean_hbt, i, size)[:, :, None]
+    by_scores_hbsq = (weights_hbsq * above_mean_hbsq * scale).astype(operands.queries.dtype)
+    by_keys_hbse = product("hbsq,hbqe->hbse", by_scores_hbsq, queries_hbqe)
+    by_queries_hbeq = product("hbes,hbsq->hbeq", _block(keys_hbet, j, size, 3), by_scores_hbsq)
+    by_distance = grads.distance
+    if operands.distance is not None and by_distance is not None:
+      queries_hbte, positions_hre = operands.distance
+      by_distance_hbqr = _align_back(by_scores_hbsq.swapaxes(2, 3))
+      start = _first_distance(positions_hre, i, j, size)
+      near_hre = lax.dynamic_slice_in_dim(positions_hre, start, 2 * size, 1)
+      more_hbqe = product("hbqr,hre->hbqe", by_distance_hbqr, near_hre)
+      more_hbre = product("hbqr,hbqe->hbre", by_distance_hbqr, _block(queries_hbte, i, size))
+      more_hbre += lax.dynamic_slice_in_dim(by_distance[1], start, 2 * size, 2)
+      by_distance = (
+        _put(by_distance[0], _block(by_distance[0], i, size) + more_hbqe, i, size),
+        lax.dynamic_update_slice_in_dim(by_distance[1], more_hbre, start, 2),
       )
-      by_queries_hbqe += more_hbqe
-    return Inputs(
-      _put(grads.queries, _block(grads.queries, i, size) + by_queries_hbqe, i, size),
+    return _Operands(
+      _put(grads.queries, _block(grads.queries, i, size, 3) + by_queries_hbeq, i, size, 3),
       _put(grads.keys, _block(grads.keys, j, size) + by_keys_hbse, j, size),
       _put(grads.values, _block(grads.values, j, size) + by_values_hbse, j, size),
-      by_relative,
+      by_distance,
     )
 
-  # Rows may lie on several devices, so their shares of `relative` are summed at the end.
-  batch = y_hbte.shape[1]
-  grads = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), inputs)
-  per_row = jax.tree.map(
-    lambda x: jnp.zeros_like(x, dtype, shape=(len(x), batch, *x.shape[1:])), inputs.relative
-  )
-  grads = grads._replace(relative=per_row)
+  grads = jax.tree.map(lambda x: jnp.zeros_like(x, dtype), operands)
+  grads = grads._replace(queries=grads.queries.swapaxes(2, 3))
+  if operands.distance is not None and grads.distance is not None:
+    # Rows may lie on several devices, so their shares of the positions are summed at the end.
+    positions_hre = operands.distance[1]
+    per_row = (len(positions_hre), y_hbte.shape[1], *positions_hre.shape[1:])
+    zeros_hbre = jnp.zeros_like(positions_hre, dtype, shape=per_row)
+    grads = grads._replace(distance=(grads.distance[0], zeros_hbre))
   grads = _for_tiles(tile, grads, y_hbte.shape[2] // size, reach_bt)
-  grads = grads._replace(relative=jax.tree.map(lambda x: x.sum(axis=1), grads.relative))
-  return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, inputs), None, None
+  grads = grads._replace(queries=grads.queries.swapaxes(2, 3))
+  if grads.distance is not None:
+    grads = grads._replace(distance=(grads.distance[0], grads.distance[1].sum(axis=1)))
+  return jax.tree.map(lambda x, like: x.astype(like.dtype), grads, operands), None, None
 
 
 _attend_tiles.defvjp(_attend_tiles_forward, _attend_tiles_backward)
 
 
-class _Factors(NamedTuple):
-  """The factors of a tile's scores."""
+def _scores_by_distance(distance, i, j, size: int) -> jax.Array:
+  """The products of block i of queries and the positions of the keys of block j, [H, B, Q, S]."""
+  queries_hbte, positions_hre = distance
+  start = _first_distance(positions_hre, i, j, size)
+  near_hre = lax.dynamic_slice_in_dim(positions_hre, start, 2 * size, 1)
+  return _align_tile(product("hbqe,hre->hbqr", _block(queries_hbte, i, size), near_hre))
 
-  content_queries: jax.Array
-  keys: jax.Array
-  relative: tuple[jax.Array, jax.Array] | None = None  # queries [H, B, Q, E], positions [H, R, E]
 
-
-def _tile_scores(inputs: Inputs, reach_bt, i, j, size: int) -> tuple[jax.Array, _Factors]:
-  """Scores of block i of queries and block j of keys, [H, B, Q, S]; -inf for invisible keys."""
-  queries_hbqe = _block(inputs.queries, i, size)
-  keys_hbse = _block(inputs.keys, j, size)
-  if inputs.relative is None:
-    factors = _Factors(queries_hbqe, keys_hbse)
-  else:
-    positions, content_bias, position_bias = inputs.relative
-    start = _first_distance(positions, i, j, size)
-    content_queries = queries_hbqe + content_bias[:, None, None]
-    position_queries = queries_hbqe + position_bias[:, None, None]
-    positions_hre = lax.dynamic_slice_in_dim(positions, start, 2 * size, 1)
-    factors = _Factors(content_queries, keys_hbse, (position_queries, positions_hre))
-  scores_hbqs = product("hbqe,hbse->hbqs", factors.content_queries, factors.keys)
-  if factors.relative is not None:
-    by_distance_hbqr = product("hbqe,hre->hbqr", *factors.relative)
-    scores_hbqs += _align_tile(by_distance_hbqr)
+def _sees(reach_bt, i, j, size: int) -> jax.Array:
+  """Whether a query of block i sees a key of block j, [B or 1, Q, S]."""
   index = jnp.arange(size, dtype=jnp.int32)
   lag_qs = index[:, None] + (i - j) * size - index[None]
   sees_bqs = (lag_qs >= 0)[None]
-  if reach_bt is not None:
-    reach_bq = lax.dynamic_slice_in_dim(reach_bt, i * size, size, 1)
-    sees_bqs &= lag_qs[None] <= reach_bq[..., None]
-  scores_hbqs *= queries_hbqe.shape[3] ** -0.5
-  return jnp.where(sees_bqs[None], scores_hbqs, -jnp.inf), factors
+  if reach_bt is None:
+    return sees_bqs
+  reach_bq = lax.dynamic_slice_in_dim(reach_bt, i * size, size, 1)
+  return sees_bqs & (lag_qs[None] <= reach_bq[..., None])
 
 
 def _for_tiles(tile, state, blocks: int, reach_bt):
-  """Folds state = tile(state, i, j) over all tiles in which a query sees a key."""
+  """Folds state = tile(state, i, j, is_whole) over all tiles in which a query sees a key.
+
+  In a whole tile, each query sees each key. The tiles on the diagonal, where a query sees at least
+  its own key, go first, so that no maximum is -inf.
+  """
   i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
-  if reach_bt is None:
-    return lax.scan(lambda state, i_j: (tile(state, *i_j), None), state, (i, j))[0]
-  # The tiles on the diagonal, where a query sees at least its key, go first, so that no maximum is
-  # -inf.
   j = i - j
+  if reach_bt is None:
+    diagonal = jnp.arange(blocks, dtype=jnp.int32)
+    state, _ = lax.scan(lambda state, i: (tile(state, i, i, False), None), state, diagonal)
+    below = np.tril_indices(blocks, -1)
+    i, j = (jnp.asarray(x, jnp.int32) for x in below)
+    return lax.scan(lambda state, i_j: (tile(state, *i_j, True), None), state, (i, j))[0]
   size = reach_bt.shape[1] // blocks
   first_bi = jnp.arange(0, reach_bt.shape[1], size, dtype=jnp.int32)[None] - reach_bt[:, ::size]
   # If a query of a block sees the block of keys, the first one does.
@@ -193,19 +221,19 @@ def _for_tiles(tile, state, blocks: int, reach_bt):
   i = i[order]
   j = j[order]
   number = jnp.sum(is_seen, dtype=jnp.int32)
-  return lax.fori_loop(0, number, lambda n, state: tile(state, i[n], j[n]), state)
+  return lax.fori_loop(0, number, lambda n, state: tile(state, i[n], j[n], False), state)
 
 
 def _tile_key(key, i, j):
   return jax.random.fold_in(jax.random.fold_in(key, i), j)
 
 
-def _block(x, i, size: int) -> jax.Array:
-  return lax.dynamic_slice_in_dim(x, i * size, size, 2)
+def _block(x, i, size: int, axis: int = 2) -> jax.Array:
+  return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _put(x, block, i, size: int) -> jax.Array:
-  return lax.dynamic_update_slice_in_dim(x, block, i * size, 2)
+def _put(x, block, i, size: int, axis: int = 2) -> jax.Array:
+  return lax.dynamic_update_slice_in_dim(x, block, i * size, axis)
 
 
 def _first_distance(positions_hre, i, j, size: int):

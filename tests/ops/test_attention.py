@@ -178,11 +178,11 @@ def test_the_gradient_drops_what_the_result_dropped():
   assert_close(actual, exact.run(expected, arguments, weights), 2e-5)
 
 
+@pytest.mark.parametrize("batch,length,heads", [(17, 128, 8), (51, 240, 3)], ids=["whole", "tiles"])
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("has_documents", [False, True])
-def test_a_large_batch_is_its_rows(window, has_documents):
-  """A CPU computes 8.5 MiB of scores row by row, those of three rows at once."""
-  batch, length, heads = 17, 128, 8
+def test_a_large_batch_is_its_rows(window, has_documents, batch, length, heads):
+  """A CPU computes 8.4 MiB of scores, all or of a tile, row by row, those of three rows at once."""
   *qkv, weights = (normal(batch, length, heads, 2, seed=i) for i in range(4))
   starts = (normal(batch, length) > 1.7).astype(jnp.int32).at[:, 0].set(1)
 
@@ -193,7 +193,9 @@ def test_a_large_batch_is_its_rows(window, has_documents):
 
   rows = np.array([0, 5, 16])
   assert_close([x[rows] for x in run(np.arange(batch))], run(rows))
-  assert "scan" in str(jax.make_jaxpr(run)(np.arange(batch)))
+  mapped = f"f32[{batch},1,{length},{heads},2]"  # What a map over the rows reads.
+  assert mapped in str(jax.make_jaxpr(run)(np.arange(batch)))
+  assert mapped not in str(jax.make_jaxpr(run)(rows))
 
 
 def test_a_large_batch_on_several_devices():
