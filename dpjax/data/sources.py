@@ -208,7 +208,8 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
-      paths = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
+      found = glob.glob(str(path), recursive=True)
+      paths = sorted(Path(x) for x in found if not os.path.isdir(x))
       if not paths:
         raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
     return {"": paths}
@@ -232,12 +233,15 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 
 
 def _text_files(folder: Path, texts: Path) -> list[Path]:
-  """The .txt files in a folder, except those that dpjax writes to `texts`."""
+  """The .txt files in a folder, except those that dpjax writes to `texts`.
+
+  What is neither a file nor a folder, such as a pipe, is among them, so that it is refused.
+  """
   endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
   if folder.resolve().parent == folder.resolve():
     raise UserError(f"data.path: expected a folder of documents, got {folder}, that of all files")
   written = texts.resolve()
-  paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
+  paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and not x.is_dir())
   return sorted(x for x in paths if written not in x.resolve().parents)
 
 

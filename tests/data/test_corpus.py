@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import sys
 from pathlib import Path
 
@@ -329,6 +330,25 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
   with pytest.raises(UserError, match=message) as error:
     helpers.load_corpus(**{"isolate_documents": True, **settings})
   assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without pipes in folders")
+@pytest.mark.parametrize("path", ["texts", "texts/*/*.txt"])
+def test_what_is_no_file_is_named_among_many(tmp_path, path):
+  folder = tmp_path / "texts" / "inner.txt"  # a folder, which is no document
+  folder.mkdir(parents=True)
+  for name in "wxyz":
+    (folder / f"{name}.txt").write_text(f"{name} one two\n")
+  assert "".join(joined(helpers.load_corpus(path=tmp_path / path)).values()).startswith("w")
+  pipe = folder / "z.txt"
+  pipe.unlink()
+  os.mkfifo(pipe)
+  with pytest.raises(UserError, match=NO_FILE.format(pipe)):
+    helpers.load_corpus(path=tmp_path / path)
+  pipe.unlink()
+  pipe.symlink_to("nothing")
+  with pytest.raises(UserError, match=f"^data.path: expected a readable .*, got {pipe} "):
+    helpers.load_corpus(path=tmp_path / path)
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
