@@ -210,7 +210,8 @@ def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
 
 def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
   processes.on_first_process(lambda: _make_again(config, before))
-  return _make_tokens(config, before.tokenizer)
+  # Each reads its own text.
+  return processes.on_every_process(lambda: _make_again(config, before))
 
 
 def _make_again(config: ConfigDict, before: Tokens) -> Tokens:
