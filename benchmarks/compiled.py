@@ -117,7 +117,7 @@ def main() -> None:
         continue
       if case not in report:
         report[case] = {"settings": settings, **run(config, topology, settings)}
-        files.write_json(arguments.out, report)
+        files.write_output(arguments.out, files.as_json(report))
       print(row(case, report[case]), flush=True)
 
 

@@ -3,6 +3,8 @@
 Names, settings and classes need no other package; a mixer that is made needs the package `jla`.
 """
 
+from typing import TYPE_CHECKING
+
 from dpjax_relatives.linear_attention import GLA as GLA
 from dpjax_relatives.linear_attention import KDA as KDA
 from dpjax_relatives.linear_attention import DeltaNet as DeltaNet
@@ -18,3 +20,8 @@ MIXERS = {
   "gla": GLA,
   "log_linear_mamba2": LogLinearMamba2,
 }
+
+if not TYPE_CHECKING:
+  from dpjax import lazy
+
+  __getattr__ = lazy.modules(__name__)

@@ -55,6 +55,31 @@ def test_a_value_of_another_type_is_refused_where_it_is_set():
     config.model = 3
 
 
+def test_a_value_of_another_type_is_refused_where_it_is_set_in_a_component():
+  config = pooled()
+  config.model.first.mixer = "we"
+  config.train.schedule = "linear"
+  config.data.tokenizer = ml_collections.ConfigDict(config.data.tokenizer.to_dict())
+  cases = {
+    "model.mixer.num_heads": ("int", "3"),
+    "model.boundaries.prior": ("float", "3"),
+    "model.middle.boundaries.name": ("str", 3),
+    "model.first.mixer.adjustment": ("bool", "3"),
+    "train.optimizer.b1": ("float", "3"),
+    "train.schedule.warmup_steps": ("int", 0.5),
+    "data.tokenizer.file": ("str", 3),
+  }
+  for key, (expected, value) in cases.items():
+    parent, _, name = key.rpartition(".")
+    section = sections.get(config, parent)
+    message = f"^{name}: expected a value of type {expected}, got {value!r}$"
+    with pytest.raises(dpjax.UserError, match=message):
+      section[name] = value
+    with pytest.raises(dpjax.UserError, match=message):
+      section.update({name: value})
+    assert sections.get(config, key) != value
+
+
 def test_paths_may_begin_with_a_tilde(monkeypatch):
   monkeypatch.setenv("HOME", "/home/somebody")
   keys = "data.path data.data_dir data.manual_dir data.tokenizer.file train.init_from"

@@ -104,8 +104,26 @@ def test_what_an_import_loads(modules, unwanted):
 
 
 def test_modules_are_attributes_without_an_import_of_their_own():
-  code = "import dpjax; print(dpjax.interop.hnet.__name__, dpjax.layers.mamba2.Mamba2.__name__)"
-  assert python(code).stdout == "dpjax.interop.hnet Mamba2\n"
+  code = """
+import importlib, inspect, pkgutil
+packages = ["dpjax.testing", "dpjax", "dpjax_papers", "dpjax_relatives"]
+for package in packages:
+  parent = importlib.import_module(package)
+  for found in pkgutil.iter_modules(parent.__path__):
+    name = f"{package}.{found.name}"
+    is_hidden = not inspect.ismodule(vars(parent).get(found.name, parent))
+    if is_hidden or found.name.startswith("_"):
+      continue  # by a function of the same name, or since it is a program
+    if found.ispkg and name not in packages:
+      packages.append(name)
+    if hasattr(parent, "__getattr__"):
+      vars(parent).pop(found.name, None)  # Other modules may have imported it.
+    assert getattr(parent, found.name).__name__ == name
+print(*packages)
+"""
+  done = python(code)
+  assert done.returncode == 0, done.stderr
+  assert {*FACES, "dpjax.commands", "dpjax_relatives"} <= {*done.stdout.split()}
 
 
 def public_names() -> dict[str, list[str]]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import pathlib
 import random
 import re
 import shutil
@@ -98,10 +100,11 @@ def test_a_run_whose_folder_is_gone_ends_and_the_same_command_starts_again(
 
 
 def start(
-  config, workdir, *arguments, script=helpers.ROOT / "train.py", **changes
+  config, workdir, *arguments, script=helpers.ROOT / "train.py", folder=None, **changes
 ) -> subprocess.Popen:
   return subprocess.Popen(
     [sys.executable, str(script), *helpers.overrides(config), f"--workdir={workdir}", *arguments],
+    cwd=folder,
     env=helpers.environment(**changes),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -192,14 +195,21 @@ def endless(text):
   return helpers.small_config(text, **dict.fromkeys(steps, 100_000))
 
 
-def start_two(config, workdir, words=((), ()), **changes) -> list[subprocess.Popen]:
+def start_two(
+  config, workdir, words=((), ()), folders=(None, None), **changes
+) -> list[subprocess.Popen]:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
   position = f"--coordinator=127.0.0.1:{port}", "--num_processes=2"
   return [
     start(
-      config, workdir, *position, f"--process_id={number}", *words[number], NPROC="4", **changes
+      config,
+      workdir,
+      *(*position, f"--process_id={number}", *words[number]),
+      folder=folders[number],
+      NPROC="4",
+      **changes,
     )
     for number in range(2)
   ]
@@ -295,7 +305,7 @@ DIFFERENT = {
     "train.checkpoint_every_steps = 4 .* and 3 ",
   ),
   "text": ("--config.data.path=other.txt", "data.path = '.*text.txt' .* and 'other.txt' "),
-  "folder": ("--workdir=other", "--workdir = .*/run .* and other "),
+  "folder": ("--workdir=other", "--workdir = .*/run .* and .*/other "),
   "task": ("--tokenize_only", "--tokenize_only = False .* and True "),
 }
 
@@ -321,14 +331,44 @@ def test_every_setting_is_compared_between_processes(section, tmp_path, monkeypa
     return [texts[0], text]  # The first call is that of process 0.
 
   monkeypatch.setattr(processes, "_gather_texts", gather)
-  prepare.check_processes(dpjax.config.default(), tmp_path)
+  prepare.check_settings(dpjax.config.default(), tmp_path)
   for name, declared in schema.declared(section).items():
     config = dpjax.config.default()
     key = f"{section.__name__.lower()}.{name}"
     sections.set_value(config, key, another(declared, sections.get(config, key)))
     message = rf"^processes: expected the same in all, got {key}\b"
     with pytest.raises(dpjax.UserError, match=message):
-      prepare.check_processes(config, tmp_path)
+      prepare.check_settings(config, tmp_path)
+
+
+def test_paths_are_compared_by_where_they_lead(tmp_path, monkeypatch):
+  compared = []
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(processes, "check_same", compared.append)
+  monkeypatch.setattr(processes, "have_same", lambda value: True)
+  (tmp_path / "first").mkdir()
+  config = dpjax.config.default()
+  config.train.init_from = "./first"
+  config.data.tokenizer.file = "hf://owner/name"  # not a file here
+  prepare.check_processes(config, pathlib.Path("run"))
+  place = os.path.realpath(tmp_path)
+  assert compared[0]["workdir"] == os.path.join(place, "run")
+  assert compared[1:] == [{"train.init_from": os.path.join(place, "first")}]
+
+
+def test_what_one_process_does_not_have_is_not_compared(monkeypatch):
+  gathered = []
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  monkeypatch.setattr(processes, "_gather_texts", lambda text: map(json.dumps, gathered))
+  gathered[:] = [{"a": "x"}, {"a": None}, {"a": "x"}]
+  processes.check_same({})
+  gathered[2] = {"a": "y"}
+  with pytest.raises(dpjax.UserError, match="got a = x in process 0 and y in process 2$"):
+    processes.check_same({})
+  gathered[1] = {}
+  with pytest.raises(dpjax.UserError, match="got a = x in process 0 and none in process 1$"):
+    processes.check_same({})
 
 
 @pytest.mark.slow
@@ -342,6 +382,31 @@ def test_processes_with_different_settings_refuse_to_train(text, tmp_path, word,
     (line,) = [x for x in output.splitlines() if not x.startswith(("[Gloo]", "2 processes"))]
     assert re.search(f"^processes: expected the same in all, got {message}in process 1", line), line
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_processes_in_two_folders_compare_their_texts(text, tmp_path):
+  folders = [tmp_path / "a", tmp_path / "b"]
+  for i, folder in enumerate(folders):
+    folder.mkdir()
+    shutil.copy(text, folder / "t.txt")
+    os.utime(folder / "t.txt", (0, i))
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
+  config.data.path = "t.txt"
+  words = [(), (f"--workdir={folders[1]}/.././run",)]  # one new folder by two names
+  printed = finish_all(start_two(config, "../run", words, folders))
+  assert "The test split" in printed[0], printed
+  content = (folders[1] / "t.txt").read_bytes()
+  (folders[1] / "t.txt").write_bytes(content[::-1])
+  processes = start_two(config, tmp_path / "other", folders=folders)
+  printed = finish_all(processes, seconds=60)
+  assert [process.returncode for process in processes] == [1, 1], printed
+  size = f"{len(content):,} bytes with SHA-256"
+  message = rf"^processes: expected .*, got the text of data.path = {size} .* and {size} .* 1$"
+  for output in printed:
+    (line,) = [x for x in output.splitlines() if not x.startswith(("[Gloo]", "2 processes"))]
+    assert re.search(message, line), line
+  assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_score_of_the_text_is_the_score_of_the_split(finished):
   with pytest.raises(ValueError, match="split: expected one of train, valid, test"):
     run.score_split("dev")
   for wrong in (None, 5, b"the "):
-    with pytest.raises(ValueError, match="prompt: expected a text, "):
+    with pytest.raises(ValueError, match=f"^prompt: expected a text, or several, got {wrong!r}"):
       run.generate(wrong)
     with pytest.raises(dpjax.UserError, match=f"^text: expected a text, or several, got {wrong!r}"):
       run.score(wrong)

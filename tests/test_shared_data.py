@@ -12,7 +12,7 @@ import dpjax
 from dpjax import files
 from dpjax.data import encoding, token_files
 from dpjax.errors import UserError
-from dpjax.runs import prepare, run_files
+from dpjax.runs import prepare, processes, run_files
 from dpjax.text.tokenizer import train_tokenizer
 from dpjax.text.unigram import train_unigram
 from tests import helpers
@@ -86,6 +86,19 @@ def test_tokens_that_are_gone_are_made_again(config, text, tmp_path, again):
   message = f"^{made.parent}: expected the text, vocabulary .* of the run, got others"
   with pytest.raises(UserError, match=message):
     again(config, folder)
+
+
+def test_another_process_makes_the_tokens_of_a_run_from_the_same_text(
+  config, text, tmp_path, monkeypatch
+):
+  made = prepare.prepare_tokens(config, tmp_path / "data").folder
+  shutil.rmtree(made)
+  helpers.write_text(text, seed=5)
+  # As if it were the second one, which sees another text than the first.
+  monkeypatch.setattr(processes, "on_first_process", lambda work: None)
+  message = f"^{made}: expected the text, vocabulary .* of the run, got others"
+  with pytest.raises(UserError, match=message):
+    find_again(config, tmp_path / "data")
 
 
 def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):

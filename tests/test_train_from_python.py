@@ -120,6 +120,24 @@ def test_an_optimizer_takes_the_place_of_the_named_one(whole, text, tmp_path):
   assert not np.allclose(*kernels)
 
 
+def test_an_optimizer_resumes_a_run_of_the_same_states(text, tmp_path):
+  config = helpers.small_config(text, num_steps=2, eval_every_steps=2)
+  train(config, tmp_path, optimizer=optax.adam(1e-2))
+  config.train.num_steps = 4
+  # The rate is a number in a function, which no file holds.
+  train(config, tmp_path, optimizer=optax.adam(1e-4))
+  config.train.num_steps = 6
+  others = {
+    "opt_state.* is float32.*, in the model None": optax.sgd(1e-2),  # has no moments
+    "opt_state.* is None, in the model float32": optax.chain(optax.adam(1e-2), optax.ema(0.5)),
+    "opt_state.*mu.* is float32.*, in the model bfloat16": optax.adam(1e-2, mu_dtype="bfloat16"),
+  }
+  for message, optimizer in others.items():
+    with pytest.raises(dpjax.UserError, match=message):
+      train(config, tmp_path, optimizer=optimizer)
+  assert len(np.fromfile(tmp_path / "losses.f32", "<f4")) == 4
+
+
 def test_a_model_has_to_pool_as_the_configuration_says(text, tmp_path):
   config = helpers.pooled_config(text, "fixed")
   with pytest.raises(dpjax.UserError, match="^model.boundaries: .* none .* got fixed"):

@@ -31,7 +31,8 @@ def main(words: Sequence[str] | None = None) -> None:
   add("--out", type=local_path, help=about)
   add("--figure", choices=plots.FIGURES, help="default: progress, metric with --metric")
   add("--metric", help="a logged score: valid/perplexity or train/grad_norm")
-  about = "batches per median; by default 2,000, or a tenth of the shortest run if that is less"
+  about = "batches per median, in curves and, with any figure, in the table's costs; by default "
+  about += "2,000, or a tenth of the shortest run if that is less"
   add("--every", type=int, help=about)
   add("--labels", help="labels of the runs, in order: a,b")
   add("--log", default="", help="logarithmic axes: x, y or x,y")

@@ -85,7 +85,7 @@ def _check_same_flags(options: Namespace) -> None:
   values = {}
   for name, value in vars(options).items():
     if name not in _OWN:
-      is_folder = name in ("run", "workdir") and isinstance(value, str) and Path(value).exists()
+      is_folder = name in ("run", "workdir") and value and not files.refusal(value)
       values[f"--{name}"] = os.path.realpath(value) if is_folder else str(value)
   processes.check_same(values)
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dpjax import errors
-from dpjax.config.setting import ConfigDict, Setting, Settings, Value, as_tuple
+from dpjax.config.setting import ConfigDict, Setting, Settings, TypedSection, Value, as_tuple
 from dpjax.config.supplied import BoundariesFields, MixerFields
 from dpjax.errors import UserError
 
@@ -152,7 +152,7 @@ class Registry(Generic[T]):
       if field not in settings and field != "name":
         known = [f"{key}.{x}" for x in settings]
         raise errors.unknown_setting(f"{key}.{field}", known, name)
-    section = ConfigDict({"name": name})
+    section = TypedSection({"name": name})
     for field, setting in settings.items():
       if field in values:
         section[field] = setting.check(f"{key}.{field}", as_tuple(values[field]))

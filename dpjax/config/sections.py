@@ -12,13 +12,13 @@ from typing import Any, TypeGuard, TypeVar
 from dpjax.config import registry, schema
 from dpjax.config.registry import Registry
 from dpjax.config.schema import ComponentSetting, Declaration, Subsection, declared
-from dpjax.config.setting import ConfigDict, Setting, Settings, Value, as_tuple
+from dpjax.config.setting import ConfigDict, Setting, Settings, TypedSection, Value, as_tuple
 from dpjax.errors import UserError, unknown_setting
 
 T = TypeVar("T", bound=Settings)
 
 
-class Section(ConfigDict):
+class Section(TypedSection):
   """Accepts a component's name as its section: `mixer = "we"` is `mixer = mixer("we")`.
 
   Mixers that alternate are a tuple of sections: `mixer = ("we", mixer("attention"))`, or
@@ -28,18 +28,13 @@ class Section(ConfigDict):
   def __setitem__(self, key, value):
     if key in registry.KINDS and isinstance(value, str | list | tuple):
       value = fill_component(registry.KINDS[key], value, key)
-    elif type(value) is ConfigDict and key in self and isinstance(self[key], Section):
-      value = Section(value)
+    elif type(value) is ConfigDict and key in self and isinstance(self[key], TypedSection):
+      value = type(self[key])(value)
     if key in ("mixer", "stage_multipliers"):  # from one to several, or back
       with self.ignore_type():
         super().__setitem__(key, value)
       return
-    try:
-      super().__setitem__(key, value)
-    except TypeError as error:
-      is_section = isinstance(self[key], ConfigDict)
-      expected = "a section" if is_section else f"a value of type {type(self[key]).__name__}"
-      raise UserError(f"{key}: expected {expected}, got {value!r:.60}") from error
+    super().__setitem__(key, value)
 
   def update(self, *other, **kwargs):
     """Like that of ConfigDict; also accepts components, as names or sections."""
@@ -59,9 +54,6 @@ class Section(ConfigDict):
       if key == "mixer" and isinstance(value, tuple):
         plain[key] = [dict(x) if _is_section(x) else x for x in value]
     return plain
-
-  def __eq__(self, other):
-    return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 
 
 def _is_section(value: object) -> TypeGuard[Settings]:

@@ -149,6 +149,21 @@ def _is_number(value: object) -> bool:
   return isinstance(value, Real) and not isinstance(value, bool)
 
 
+class TypedSection(ConfigDict):
+  """Settings by name, each of which keeps the type of its first value."""
+
+  def __setitem__(self, key, value):
+    try:
+      super().__setitem__(key, value)
+    except TypeError as error:
+      is_section = isinstance(self[key], ConfigDict)
+      expected = "a section" if is_section else f"a value of type {type(self[key]).__name__}"
+      raise UserError(f"{key}: expected {expected}, got {value!r:.60}") from error
+
+  def __eq__(self, other):
+    return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
+
+
 def as_tuple(value: T) -> T | tuple:
   """Converts lists, JSON's form of tuples, to tuples, recursively."""
   if isinstance(value, list | tuple):

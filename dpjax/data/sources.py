@@ -208,7 +208,8 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
-      paths = sorted(Path(x) for x in glob.glob(str(path), recursive=True) if os.path.isfile(x))
+      found = glob.glob(str(path), recursive=True)
+      paths = sorted(Path(x) for x in found if not os.path.isdir(x))
       if not paths:
         raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
     return {"": paths}
@@ -232,12 +233,15 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 
 
 def _text_files(folder: Path, texts: Path) -> list[Path]:
-  """The .txt files in a folder, except those that dpjax writes to `texts`."""
+  """The .txt files in a folder, except those that dpjax writes to `texts`.
+
+  What is neither a file nor a folder, such as a pipe, is among them, so that it is refused.
+  """
   endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
   if folder.resolve().parent == folder.resolve():
     raise UserError(f"data.path: expected a folder of documents, got {folder}, that of all files")
   written = texts.resolve()
-  paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and x.is_file())
+  paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and not x.is_dir())
   return sorted(x for x in paths if written not in x.resolve().parents)
 
 
@@ -249,12 +253,11 @@ def _open_files(
   if others:
     names = ", ".join([file_type, *others])
     raise UserError(f"data.path: expected files of one type, got {names}")
-  ids = []
   for path in paths:
     if path.stat() and not path.is_file():
       expected = "expected a readable text file or folder"
       raise UserError(f"data.path: {expected}, got {path} (not a regular file)")
-    ids.append([str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns])
+  ids = identify(paths)
   about: JsonObject = {"files": ids if len(ids) == 1 else [_digest(ids)]}
   read: Callable[[Path], Iterable[str]] = readers.read_blocks
   if file_type != ".txt":
@@ -276,11 +279,44 @@ def _open_files(
   return texts["train"], about
 
 
+def find_texts(data: Data) -> list[Path]:
+  """The files of `data.path` and of the paths in `data.mixture`; [] if one cannot be found.
+
+  Of a folder of tokens, it is the file that has their checksums.
+  """
+  paths = [data.path] if data.path else []
+  paths += [source for source in parse(data.mixture) if not is_name(source)]
+  found = []
+  try:
+    for path in map(Path, paths):
+      if (path / "train.bin").is_file():
+        found.append(path / files.RECORD)
+      else:
+        by_split = _find_files(path, Path(data.data_dir, "texts"))
+        found += itertools.chain.from_iterable(by_split.values())
+    return found if all(path.is_file() for path in found) else []
+  except (OSError, UserError):
+    return []
+
+
+def identify(paths: Sequence[Path]) -> list[list]:
+  """Where files are, their sizes and times: the same again if none was changed."""
+  return [[str(x.resolve()), x.stat().st_size, x.stat().st_mtime_ns] for x in paths]
+
+
+def describe_content(paths: Sequence[Path]) -> str:
+  """The size and a checksum of what files contain, which copies share."""
+  size = sum(path.stat().st_size for path in paths)
+  sums = [files.checksum(path) for path in paths]
+  digest = sums[0] if len(sums) == 1 else _digest(sums)
+  return f"{size:,} bytes with SHA-256 {digest[:12]}"
+
+
 def _read_document(path: Path) -> list[str]:
   return [readers.read_text(path)]
 
 
-def _digest(value: JsonObject | list[list]) -> str:
+def _digest(value: JsonObject | list) -> str:
   return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -170,7 +170,7 @@ class Generator:
     rules.check_seed(seed)
     if type(num_samples) is not int or num_samples < 1:
       raise UserError(f"num_samples: expected an integer of at least 1, got {num_samples}")
-    if not prompts or isinstance(prompts, str):
+    if not prompts or isinstance(prompts, str | bytes):
       raise UserError(f"prompts: expected at least one text, got {prompts!r}")
     for prompt in prompts:
       if not isinstance(prompt, str):
@@ -393,6 +393,8 @@ def _check_characters(tokenizer: Tokenizer, prompt: str) -> None:
 
 def _stop_texts(stop: str | Sequence[str]) -> list[str]:
   stops = [stop] if isinstance(stop, str) or not isinstance(stop, Sequence) else list(stop)
+  if isinstance(stop, bytes):  # whose parts are numbers
+    raise UserError(f"stop: expected texts, got {stop!r}")
   for text in stops:
     if not isinstance(text, str) or not text:
       raise UserError(f"stop: expected texts that are not empty, got {text!r}")

@@ -3,6 +3,7 @@
 Invalid arguments raise a `ValueError`; values are checked only outside of `jit`.
 """
 
+import typing as _typing
 from inspect import ismodule as _ismodule
 
 from dpjax.ops.attention import causal_attention as causal_attention
@@ -70,3 +71,8 @@ from dpjax.ops.short_convolution import short_convolution_cached as short_convol
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
   name for name, value in [*globals().items()] if name[0] != "_" and not _ismodule(value)
 ]
+
+if not _typing.TYPE_CHECKING:
+  from dpjax import lazy as _lazy
+
+  __getattr__ = _lazy.modules(__name__)

@@ -5,12 +5,13 @@ import json
 import os
 from pathlib import Path
 
+import jax
+
 from dpjax import files
 from dpjax.config import rules, schema, sections
 from dpjax.config.setting import ConfigDict
-from dpjax.data import mixture, remote
+from dpjax.data import mixture, remote, sources
 from dpjax.data.encoding import tokenize
-from dpjax.data.sources import is_name, load_corpus
 from dpjax.data.token_files import Tokens, open_tokens, write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.interop import hnet
@@ -19,6 +20,9 @@ from dpjax.runs import processes, run_files
 from dpjax.text.boundaries import TextBoundaries
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer, load_tokenizer
+
+# Paths that may lead elsewhere in another process: the first process prepares what is in them.
+_OWN_PATHS = ("data.path", "data.data_dir", "data.manual_dir")
 
 
 def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
@@ -34,9 +38,34 @@ def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
 
 
 def check_processes(config: ConfigDict, workdir: Path) -> None:
+  """Raises a `UserError` in every process unless all have the same settings, folder and text."""
+  check_settings(config, workdir)
+  if jax.process_count() > 1:
+    _check_files(sections.expand_paths(config))
+
+
+def check_settings(config: ConfigDict, workdir: Path) -> None:
   """Raises a `UserError` in every process unless all have the same settings and folder."""
   settings = {key: repr(value) for key, value in sections.flatten(config).items()}
   processes.check_same({"workdir": os.path.realpath(workdir), **settings})
+
+
+def _check_files(config: ConfigDict) -> None:
+  """Raises a `UserError` in every process unless paths lead to the same, and texts are equal."""
+  places = {
+    key: os.path.realpath(value)
+    for key, value, setting in sections.walk(config)
+    if isinstance(value, str) and setting.is_path and key not in _OWN_PATHS
+    if os.path.exists(value)
+  }
+  processes.check_same(places)
+  data = schema.Data(**config.data)
+  texts = sources.find_texts(data)
+  # Only copies have to be read.
+  if not processes.have_same(str(sources.identify(texts))):
+    content = processes.on_every_process(lambda: sources.describe_content(texts) if texts else None)
+    key = "data.mixture" if data.mixture else "data.path"
+    processes.check_same({f"the text of {key}": content})
 
 
 def open_data(config: ConfigDict, workdir: Path) -> Tokens:
@@ -97,7 +126,7 @@ def check_apart(data: ConfigDict, workdir: Path) -> None:
   """
   texts = {data.path: "data.path"} if data.path else {}
   if data.mixture:
-    texts |= {x: "data.mixture" for x in mixture.parse(data.mixture) if not is_name(x)}
+    texts |= {x: "data.mixture" for x in mixture.parse(data.mixture) if not sources.is_name(x)}
   run = Path(os.path.realpath(workdir))
   written = [run / name for name in run_files.ALWAYS_WRITTEN]
   for text, key in texts.items():
@@ -150,7 +179,7 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
   processes.on_first_process(prepare)
   data = processes.on_every_process(read)
   digest = hashlib.sha256(repr(_identity(data)).encode()).hexdigest()
-  processes.check_same({f"the text and vocabulary in {folder}": digest[:12]})
+  processes.check_same({"the text and vocabulary of the run": digest[:12]})
   return data
 
 
@@ -181,7 +210,8 @@ def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
 
 def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
   processes.on_first_process(lambda: _make_again(config, before))
-  return _make_tokens(config, before.tokenizer)
+  # Each reads its own text.
+  return processes.on_every_process(lambda: _make_again(config, before))
 
 
 def _make_again(config: ConfigDict, before: Tokens) -> Tokens:
@@ -215,7 +245,7 @@ def _make_tokens(config: ConfigDict, run_tokenizer: Tokenizer | None = None) -> 
   tokenizer = _loaded_tokenizer(config, run_tokenizer)
   if data.path and Path(data.path, "train.bin").is_file():
     return _open_ready(config, tokenizer)
-  corpus = load_corpus(schema.Data(**data))
+  corpus = sources.load_corpus(schema.Data(**data))
   folder = Path(data.data_dir, "tokens")
   boundaries = _text_boundaries(config)
   if tokenizer is not None:

@@ -1,5 +1,6 @@
 """What the processes of a run do together, so that all end where one cannot go on."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -46,20 +47,28 @@ def on_every_process(work: Callable[[], Result]) -> Result:
   return results[0]
 
 
-def check_same(values: Mapping[str, str]) -> None:
+def have_same(value: str) -> bool:
+  """Whether all processes have the same value; all must call it."""
+  digest = hashlib.sha256(value.encode()).hexdigest()
+  return jax.process_count() == 1 or len({*_gather_texts(digest)}) == 1
+
+
+def check_same(values: Mapping[str, str | None]) -> None:
   """Raises a `UserError` in every process, which names what differs, unless all have the same.
 
   Args:
-    values: what to compare, by name; the message has these names and values.
+    values: what to compare, by name; the message has these names and values. None: what this
+      process does not have, and the others may.
   """
   if jax.process_count() == 1:
     return
   first, *others = (json.loads(text) for text in _gather_texts(json.dumps(dict(values))))
   for number, there in enumerate(others, start=1):
-    differing = [key for key in first | there if first.get(key) != there.get(key)]
+    pairs = {key: (first.get(key, "none"), there.get(key, "none")) for key in first | there}
+    differing = [key for key, pair in pairs.items() if None not in pair and pair[0] != pair[1]]
     if differing:
       got = [
-        f"{key} = {first.get(key)} in process 0 and {there.get(key)} in process {number}"
+        f"{key} = {pairs[key][0]} in process 0 and {pairs[key][1]} in process {number}"
         for key in differing[:4]
       ]
       more = "; ..." if differing[4:] else ""

@@ -227,8 +227,8 @@ class Run:
     self, prompt: str | Sequence[str], **settings: Unpack[generator.Sampling]
   ) -> Iterator[list[generator.Piece]]:
     """Like `generate`, but yields text as it arrives; see `dpjax.generation.Generator.stream`."""
-    if not isinstance(prompt, Sequence):
-      raise UserError(f"prompt: expected a text, or several, got {prompt!r}")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+      raise UserError(f"prompt: expected a text, or several, got {prompt!r:.60}")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     return self._generator.stream(self.params, prompts, **settings)
 

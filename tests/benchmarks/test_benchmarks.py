@@ -11,6 +11,7 @@ import pytest
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))  # As for a script there.
+import compiled  # noqa: E402
 import harness  # noqa: E402
 
 
@@ -96,3 +97,17 @@ def test_each_part_runs_and_is_reported(name, parts, tmp_path):
         # Long rows take too long to be measured twice.
         assert name == "long_rows" or row["busy"]["ratio"] > 0
   assert out.with_suffix(".png").stat().st_size > 9_000
+
+
+def test_the_report_of_compiled_programs_keeps_the_link_that_it_is_written_through(
+  tmp_path, monkeypatch
+):
+  link = tmp_path / "report.json"
+  file = tmp_path / "file"
+  file.write_text(json.dumps({"earlier": {"failed": "before"}}))
+  link.symlink_to("file")
+  monkeypatch.setattr(compiled, "run", lambda *_: {"failed": "not compiled"})
+  words = ["compiled.py", "--topologies=h100", "--only=quickstart", f"--out={link}"]
+  monkeypatch.setattr(sys, "argv", words)
+  compiled.main()
+  assert link.is_symlink() and [*json.loads(file.read_text())] == ["earlier", "quickstart, h100"]

@@ -3,6 +3,8 @@
 import gzip
 import json
 import lzma
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -329,6 +331,55 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
   with pytest.raises(UserError, match=message) as error:
     helpers.load_corpus(**{"isolate_documents": True, **settings})
   assert "\n" not in str(error.value)
+
+
+def test_the_files_of_a_text_are_found(tmp_path):
+  for name in ("a.txt", "b.txt", "split/train.txt", "split/valid.txt", "split/test.txt"):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"in {name}\n")
+  (tmp_path / "tokens").mkdir()
+  (tmp_path / "tokens" / "train.bin").touch()
+  (tmp_path / "tokens" / "data.json").touch()
+  (tmp_path / "empty").mkdir()
+  mixture = f"{tmp_path}/b.txt=1,python_manual=1,{tmp_path}/a.txt=2"
+  cases = [
+    (dict(path="a.txt"), "a.txt"),
+    (dict(path="?.txt"), "a.txt b.txt"),
+    (dict(path="split"), "split/train.txt split/valid.txt split/test.txt"),
+    (dict(path="tokens"), "tokens/data.json"),
+    (dict(mixture=mixture), "b.txt a.txt"),
+    *((dict(path=name), "") for name in ("none.txt", "none*", "empty")),
+  ]
+  for settings, expected in cases:
+    if "path" in settings:
+      settings["path"] = str(tmp_path / settings["path"])
+    found = sources.find_texts(Data(**settings))
+    assert found == [tmp_path / name for name in expected.split()], settings
+  assert sources.find_texts(Data()) == []
+  paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+  copies = [Path(shutil.copy(path, tmp_path / "empty")) for path in paths]
+  assert sources.identify(copies) != sources.identify(paths) == sources.identify(paths)
+  assert sources.describe_content(copies) == sources.describe_content(paths)
+  assert sources.describe_content(paths[::-1]) != sources.describe_content(paths)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without pipes in folders")
+@pytest.mark.parametrize("path", ["texts", "texts/*/*.txt"])
+def test_what_is_no_file_is_named_among_many(tmp_path, path):
+  folder = tmp_path / "texts" / "inner.txt"  # a folder, which is no document
+  folder.mkdir(parents=True)
+  for name in "wxyz":
+    (folder / f"{name}.txt").write_text(f"{name} one two\n")
+  assert "".join(joined(helpers.load_corpus(path=tmp_path / path)).values()).startswith("w")
+  pipe = folder / "z.txt"
+  pipe.unlink()
+  os.mkfifo(pipe)
+  with pytest.raises(UserError, match=NO_FILE.format(pipe)):
+    helpers.load_corpus(path=tmp_path / path)
+  pipe.unlink()
+  pipe.symlink_to("nothing")
+  with pytest.raises(UserError, match=f"^data.path: expected a readable .*, got {pipe} "):
+    helpers.load_corpus(path=tmp_path / path)
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):

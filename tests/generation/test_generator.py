@@ -158,12 +158,14 @@ WRONG = [
   (dict(prompts=["a" * 22]), r"prompt: expected 1 to 21 tokens .* got 22"),
   (dict(prompts=[]), "prompts: expected at least one text, got"),
   (dict(prompts="abc"), "prompts: expected at least one text, got 'abc'"),
+  (dict(prompts=b"abc"), "prompts: expected at least one text, got b'abc'"),
   (dict(prompts=["abc", 5]), "prompt: expected a text, got 5"),
   (dict(num_samples=0), "num_samples: expected an integer of at least 1, got 0"),
   (dict(seed=2**32), "seed: expected below"),
   *(
     (dict(stop=x), "stop: expected texts that are not empty, got ") for x in ("", ["a", ""], [3], 3)
   ),
+  (dict(stop=b"a"), "stop: expected texts, got b'a'"),
   (dict(top_p=0.0), "top_p: expected above 0, got 0.0"),
   (dict(length=20, overflow="error"), "length: expected at most 19 after a prompt of"),
 ]
