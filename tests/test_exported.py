@@ -23,7 +23,7 @@ from dpjax import files
 from dpjax.commands import export
 from dpjax.config import registry
 from dpjax.models import build
-from dpjax.runs import model_card, numpy_model, run_files
+from dpjax.runs import model_card, numpy_model, numpy_program, run_files
 from tests import helpers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -208,8 +208,8 @@ def test_a_component_is_not_taken_for_another_of_the_same_name(run):
     mine.mixer.name = name
     for models in ([mine], [run.config.model, mine]):  # as the model, or that of its boundaries
       assert model_card.foreign_components(models) == [name]
-      assert model_card.missing_in_numpy(models) == [name]
-  assert model_card.missing_in_numpy([run.config.model]) == []
+      assert numpy_program.missing(models) == [name]
+  assert numpy_program.missing([run.config.model]) == []
 
 
 def without_checksums(folder):

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def min_gru(monkeypatch):
   monkeypatch.syspath_prepend(EXAMPLE)
   yield importlib.import_module("my_mixer").MinGRU
   del sys.modules["my_mixer"]
+  del sys.modules["my_mixer.in_numpy"]
 
 
 def peeks_ahead(module, mix, x, context, cache):
@@ -231,6 +233,44 @@ def test_a_mixer_may_say_how_much_rounding_passes_between_documents(min_gru):
   with pytest.raises(AssertionError, match="(?s)^documents: .*an output changes by 1e-07"):
     testing.check_mixer(Leaks, relations=["documents"])
   testing.check_mixer(Leaks, rounding_between_documents=1e-5, relations=["documents"])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_program_of_an_export_has_its_function(min_gru, text, tmp_path):
+  config = helpers.small_config(text)
+  config.model.mixer = dpjax.config.mixer("min_gru", expansion=2)
+  run, _ = dpjax.train(config, tmp_path / "run")
+  run.save(tmp_path / "out")
+  path = str(tmp_path / "out/numpy_model.py")
+  logits = runpy.run_path(path)["load"](tmp_path / "out")([3, 1, 4, 1, 5])
+  inputs = np.array([[3, 1, 4, 1, 5]])
+  expected = jax.jit(run.model.apply)({"params": run.params}, inputs).logits[0]
+  np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+  card = (tmp_path / "out/README.md").read_text()
+  assert "the whole model in NumPy" in card and "lacks the code of min_gru" in card
+
+
+def test_a_function_in_numpy_stands_alone(min_gru):
+  def reads_a_variable(p, x, mixer):
+    return x * factor
+
+  def reads_another_module(p, x, mixer):
+    return helpers.anything(x)
+
+  def linear(p, x):
+    return x
+
+  factor = 2.0
+  for function, message in (
+    (reads_a_variable, "reads_a_variable with factor"),
+    (reads_another_module, "reads_another_module with helpers"),
+    (linear, "with a name that dpjax.runs.numpy_model lacks, got linear"),
+    (len, "in a file, got len"),
+    (3, "in a file, got 3"),
+  ):
+    with pytest.raises(ValueError, match=f"^mixer: expected numpy_function .*{message}$"):
+      dpjax.register_mixer("other", min_gru, numpy_function=function)
+  assert "other" not in registry.mixers.names()
 
 
 def test_a_value_error_in_a_mixer_names_its_class():

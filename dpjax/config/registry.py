@@ -64,6 +64,7 @@ class Registry(Generic[T]):
   def __post_init__(self):
     self._registered: dict[str, Callable[..., T]] = {}
     self._origins: dict[str, str] = {}
+    self._numpy_functions: dict[str, Callable | None] = {}
 
   @functools.cached_property
   def _builtins(self) -> Mapping[str, Callable[..., T] | None]:
@@ -73,11 +74,19 @@ class Registry(Generic[T]):
     """All names, in the order of registration."""
     return (*self._builtins, *self._registered)
 
-  def register(self, name: str, component: Callable[..., T]) -> None:
+  def register(
+    self, name: str, component: Callable[..., T], numpy_function: Callable | None = None
+  ) -> None:
     """Registers a class or a function under a name for configurations.
 
+    Args:
+      name: the name.
+      component: the class or function.
+      numpy_function: what computes it in an export's `numpy_model.py`, if anything.
+
     Raises:
-      ValueError: the name is taken or not an identifier, or the component lacks a field.
+      ValueError: the name is taken or not an identifier, the component lacks a field, or
+        `numpy_function` needs more than `dpjax.runs.numpy_model` has.
     """
     if not name.isidentifier() or not callable(component):
       expected = "expected a name of letters, digits and underscores and a class or function"
@@ -92,13 +101,22 @@ class Registry(Generic[T]):
       got = f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
       expected = f"expected a class or function that takes {self.required}"
       raise ValueError(f"{self.kind}: {expected}, got {got}")
+    if numpy_function is not None:
+      from dpjax.runs import numpy_program
+
+      numpy_program.check_function(self.kind, numpy_function)
     if name not in self._builtins:
       self._registered[name] = component
+    self._numpy_functions[name] = numpy_function
     self._origins[name] = _module_in_execution()
 
   def is_builtin(self, name: str) -> bool:
     """Whether the component is dpjax's."""
     return name in self._builtins
+
+  def numpy_function(self, name: str) -> Callable | None:
+    """What computes a plugin's component in an export's `numpy_model.py`, if anything."""
+    return self._numpy_functions.get(name)
 
   def origin(self, name: str) -> str | None:
     """The module that --plugin names for a component; None for dpjax's and the program's."""
@@ -344,12 +362,22 @@ tokenizers = Registry(
 KINDS = {each.kind: each for each in (mixers, boundaries, optimizers, schedules, tokenizers)}
 
 
-def register_mixer(name: str, component: "Callable[..., Mixer]") -> None:
+def register_mixer(
+  name: str, component: "Callable[..., Mixer]", *, numpy_function: Callable | None = None
+) -> None:
   """Registers a subclass of `dpjax.layers.Mixer`, or a function that makes a mixer, under a name.
 
+  Args:
+    name: the name for configurations.
+    component: the class, or a function that makes a mixer.
+    numpy_function: the mixer in NumPy, `function(p, x, mixer)`, for the program of an export: `p`
+      has its arrays by name, x is [T, D], and `mixer` its settings. It may use what
+      `dpjax.runs.numpy_model` has, such as `np`, `linear` and `part`. Without it, an export has no
+      program.
+
   Raises:
-    ValueError: the name is taken or not an identifier, the class is no mixer, or the function does
-      not take `max_length`.
+    ValueError: the name is taken or not an identifier, the class is no mixer, the function does
+      not take `max_length`, or `numpy_function` needs more than `dpjax.runs.numpy_model` has.
   """
   from dpjax.layers.mixer import Mixer
 
@@ -358,14 +386,24 @@ def register_mixer(name: str, component: "Callable[..., Mixer]") -> None:
     if not is_mixer:
       expected = "expected a subclass of dpjax.layers.Mixer that writes `mix`"
       raise UserError(f"mixer: {expected}, got {component!r}")
-  mixers.register(name, component)
+  mixers.register(name, component, numpy_function)
 
 
-def register_boundaries(name: str, component: "type[Boundaries]") -> None:
+def register_boundaries(
+  name: str, component: "type[Boundaries]", *, numpy_function: Callable | None = None
+) -> None:
   """Registers a subclass of `dpjax.layers.Boundaries` under a name.
 
+  Args:
+    name: the name for configurations.
+    component: the class.
+    numpy_function: the boundaries in NumPy, `function(p, x, tokens, boundaries)`, for the program
+      of an export: from x, [T, D], and the tokens, [T], the chance that a segment ends, [T]. See
+      `register_mixer`.
+
   Raises:
-    ValueError: the name is taken or not an identifier, or the class does not find boundaries.
+    ValueError: the name is taken or not an identifier, the class does not find boundaries, or
+      `numpy_function` needs more than `dpjax.runs.numpy_model` has.
   """
   from dpjax.layers.boundaries import Boundaries
 
@@ -373,7 +411,7 @@ def register_boundaries(name: str, component: "type[Boundaries]") -> None:
   if not is_kind or component.find is Boundaries.find:
     expected = "expected a subclass of dpjax.layers.Boundaries that writes `find`"
     raise UserError(f"boundaries: {expected}, got {component!r}")
-  boundaries.register(name, component)
+  boundaries.register(name, component, numpy_function)
 
 
 register_optimizer = optimizers.register

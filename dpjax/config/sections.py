@@ -282,6 +282,15 @@ def mixers_in(model: Settings) -> dict[str, ConfigDict]:
   return sections
 
 
+def component_names(model: Settings) -> dict[Registry, set[str]]:
+  """The names of the mixers and of the boundaries of a model, by their registry."""
+  boundaries = {stage["boundaries"]["name"] for stage in stages_in(model).values()}
+  return {
+    registry.mixers: {section["name"] for section in mixers_in(model).values()},
+    registry.boundaries: boundaries - {"none"},
+  }
+
+
 def plugins_in(config: ConfigDict) -> tuple[str, ...]:
   """The modules that registered the components of a configuration, for --plugin."""
   origins = {

@@ -235,14 +235,17 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
 def _text_files(folder: Path, texts: Path) -> list[Path]:
   """The .txt files in a folder, except those that dpjax writes to `texts`.
 
-  What is neither a file nor a folder, such as a pipe, is among them, so that it is refused.
+  What is neither a file nor a folder, such as a pipe, is among them, so that it is refused; but not
+  the links with which Emacs locks a file, .#NAME.
   """
   endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
   if folder.resolve().parent == folder.resolve():
     raise UserError(f"data.path: expected a folder of documents, got {folder}, that of all files")
   written = texts.resolve()
   paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and not x.is_dir())
-  return sorted(x for x in paths if written not in x.resolve().parents)
+  return sorted(
+    x for x in paths if written not in x.resolve().parents and not x.name.startswith(".#")
+  )
 
 
 def _open_files(

@@ -30,7 +30,7 @@ from dpjax.data.token_files import write_reference
 from dpjax.errors import UserError, not_writable
 from dpjax.models import names
 from dpjax.models.build import assemble
-from dpjax.runs import model_card, numpy_model, run_files
+from dpjax.runs import model_card, numpy_program, run_files
 from dpjax.training import checkpoints
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   built = assemble(run.config.model, None if frozen is None else assemble(frozen))
   is_built = repr(run.model) == repr(built)
   models = [run.config.model] if frozen is None else [run.config.model, frozen]
-  missing = model_card.missing_in_numpy(models) if is_built else ["a model class of your own"]
+  missing = numpy_program.missing(models) if is_built else ["a model class of your own"]
   if missing:
     parts = ", ".join(missing)
     _log.warning("%s: exported without numpy_model.py, which does not support %s", address, parts)
@@ -168,7 +168,7 @@ def _write(run: "Run", folder: Path, address: str, dtype: str, license: str) -> 
   )
   (folder / "README.md").write_text(text, encoding="utf-8")
   if not missing:
-    shutil.copyfile(numpy_model.__file__, folder / "numpy_model.py")
+    (folder / "numpy_model.py").write_text(numpy_program.write(models), encoding="utf-8")
   # safetensors makes its file readable only by the owner.
   path.chmod((folder / "README.md").stat().st_mode)
   settings = run_files.read_config(run.workdir).to_dict()

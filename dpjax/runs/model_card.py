@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from dpjax import __version__, files
-from dpjax.config import registry, sections
+from dpjax.config import sections
 from dpjax.data import mixture, remote
-from dpjax.runs import numpy_model
 
 if TYPE_CHECKING:
   from dpjax.runs.run import Run
@@ -63,33 +62,16 @@ _FOREIGN = "\nThis folder lacks the code of {names}, which is its author's."
 _NO_PROGRAM = "\nThis folder has no program of the model in NumPy."
 
 
-def _mixers(model: Mapping) -> set[str]:
-  return {section["name"] for section in sections.mixers_in(model).values()}
-
-
-def _boundaries(model: Mapping) -> set[str]:
-  names = {stage["boundaries"]["name"] for stage in sections.stages_in(model).values()}
-  return names - {"none"}
-
-
 def foreign_components(models: Sequence[Mapping]) -> list[str]:
   """The components of models that are not dpjax's, by name.
 
   `models` are the settings of a model, and of that which its boundaries use.
   """
-  mixers = {name for model in models for name in _mixers(model)}
-  boundaries = {name for model in models for name in _boundaries(model)}
-  foreign = {name for name in mixers if not registry.mixers.is_builtin(name)}
-  foreign |= {name for name in boundaries if not registry.boundaries.is_builtin(name)}
+  foreign = set()
+  for model in models:
+    for registry, names in sections.component_names(model).items():
+      foreign |= {name for name in names if not registry.is_builtin(name)}
   return sorted(foreign)
-
-
-def missing_in_numpy(models: Sequence[Mapping]) -> list[str]:
-  """The components of models for which `dpjax.runs.numpy_model` has no function, by name."""
-  mixers = {name for model in models for name in _mixers(model)}
-  boundaries = {name for model in models for name in _boundaries(model)}
-  missing = (mixers - {*numpy_model.MIXERS}) | (boundaries - {*numpy_model.BOUNDARIES})
-  return sorted(missing)
 
 
 def write(
@@ -144,7 +126,7 @@ def write(
   metadata = ModelCardData(
     library_name="dpjax",
     pipeline_tag=task,
-    tags=["jax", "flax", *sorted(_mixers(model) | _boundaries(model))],
+    tags=["jax", "flax", *sorted(set().union(*sections.component_names(model).values()))],
     license=license or None,
     datasets=datasets or None,
     metrics=[*dict.fromkeys(score for _, score, _ in scores)] or None,

@@ -1,11 +1,13 @@
 """Models with mixers of `dpjax_relatives` train and generate."""
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 import dpjax
 from dpjax.config import registry
+from dpjax.errors import Interrupted
 from dpjax.models import build
 from dpjax_relatives import MIXERS
 from tests import helpers
@@ -35,6 +37,23 @@ def assert_cached_steps_give_the_logits_of_whole_rows(run):
   schedule = [(9, (9, 4, 0)), (1, (1, 1, 1)), (9, (7, 9, 7)), (9, (0, 3, 9))]
   logits = helpers.by_chunks(step, run.model.init_cache(3), tokens, schedule)
   helpers.assert_found(logits, whole)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_run_stops_and_goes_on_as_if_it_had_not(name, text, tmp_path):
+  config = helpers.small_config(text)
+  sizes = dict(head_width=4) if name == "log_linear_mamba2" else dict(num_heads=3)
+  config.model.mixer = dpjax.config.mixer(name, **sizes)
+  whole = train(config, tmp_path / "whole")
+  assert_cached_steps_give_the_logits_of_whole_rows(whole)
+  stops = iter([False, True])
+  with pytest.raises(Interrupted, match="step 2 of 4"):
+    dpjax.train(config, tmp_path / "parts", should_stop=stops.__next__)
+  resumed = train(config, tmp_path / "parts")
+  losses = [(tmp_path / x / "losses.f32").read_bytes() for x in ("parts", "whole")]
+  assert losses[0] == losses[1]
+  chex.assert_trees_all_equal(resumed.params, whole.params)
+  assert resumed.score_split("test") == whole.score_split("test")
 
 
 def test_a_pattern_of_mixers(text, tmp_path):

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 import dpjax
 from dpjax.layers import Context, Mixer, check_settings, linear
+from my_mixer.in_numpy import min_gru
 
 
 def linear_recurrence(decay: jax.Array, update: jax.Array, state: jax.Array) -> jax.Array:
@@ -85,4 +86,4 @@ class MinGRU(Mixer):
     return jnp.zeros((batch, width * self.expansion), jnp.float32)
 
 
-dpjax.register_mixer("min_gru", MinGRU)
+dpjax.register_mixer("min_gru", MinGRU, numpy_function=min_gru)

@@ -1,0 +1,78 @@
+"""The program of an exported model: `dpjax.runs.numpy_model`, with the functions of plugins."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dpjax.config import registry, sections
+from dpjax.config.registry import Registry
+from dpjax.errors import UserError
+from dpjax.runs import numpy_model
+
+# The table of the program for each kind of component.
+_TABLES = {registry.mixers: "MIXERS", registry.boundaries: "BOUNDARIES"}
+_END = "\n\ndef main("  # What a plugin adds goes before it.
+
+
+def check_function(kind: str, function: Callable) -> None:
+  """Raises a `UserError` if the text of a plugin's function is no program beside `numpy_model`."""
+  expected = f"{kind}: expected numpy_function to be a function"
+  name = getattr(function, "__name__", repr(function))
+  try:
+    _text(function)
+    used = inspect.getclosurevars(function)
+  except (OSError, TypeError) as error:
+    raise UserError(f"{expected} in a file, got {name}") from error
+  known = vars(numpy_model)
+  if name in known:
+    raise UserError(f"{expected} with a name that dpjax.runs.numpy_model lacks, got {name}")
+  foreign = [x for x, value in used.globals.items() if known.get(x) is not value]
+  foreign += used.nonlocals
+  if foreign:
+    raise UserError(
+      f"{expected} of what dpjax.runs.numpy_model has, such as np, linear and part, "
+      f"got {name} with {', '.join(foreign)}"
+    )
+
+
+def missing(models: Sequence[Mapping]) -> list[str]:
+  """The components of models without a function in NumPy, by name."""
+  names = [
+    name
+    for components, name in _components(models)
+    if name not in _known(components) and components.numpy_function(name) is None
+  ]
+  return sorted(names)
+
+
+def write(models: Sequence[Mapping]) -> str:
+  """The program for models, none of whose components is `missing`."""
+  program = Path(numpy_model.__file__).read_text(encoding="utf-8")
+  assert program.count(_END) == 1
+  added = ""
+  for components, name in _components(models):
+    function = components.numpy_function(name)
+    if name not in _known(components) and function is not None:
+      table = _TABLES[components]
+      added += f"\n\n{_text(function)}\n\n{table}[{name!r}] = {function.__name__}\n"
+  return program.replace(_END, added + _END)
+
+
+def _components(models: Sequence[Mapping]) -> list[tuple[Registry, str]]:
+  """The registry and the name of each component, once."""
+  found = {
+    (components, name): None
+    for model in models
+    for components, names in sections.component_names(model).items()
+    for name in sorted(names)
+  }
+  return [*found]
+
+
+def _known(components: Registry) -> Mapping[str, Callable]:
+  return getattr(numpy_model, _TABLES[components])
+
+
+def _text(function: Callable) -> str:
+  return textwrap.dedent(inspect.getsource(function))
