@@ -13,7 +13,8 @@ Float32, one row or several of T tokens, the same number of tokens for each T. P
            cache, in a compiled scan over 16 tokens
 
 The mixers of jax-linear-attention are timed where `dpjax[relatives]` is installed, and PyTorch
-where torch is. The figure shows milliseconds and temporary memory over T.
+where torch is. A program that needs more than 5 GiB of temporary memory is left out. The figure
+shows milliseconds over T.
 """
 
 import functools
@@ -58,6 +59,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
   "log-linear Mamba-2": dict(name="log_linear_mamba2"),
 }
 TORCH = "attention, PyTorch"
+MOST_MIB = 5 * 1024  # the temporary memory of one program
 TOKENS_A_CALL = 16
 
 
@@ -87,7 +89,14 @@ def layer(mixer: ConfigDict, length: int, batch: int, width: int) -> harness.Pro
   def loss(params, x_btd):
     return jnp.sum(module.apply(params, x_btd) ** 2)
 
-  return harness.compiled(jax.value_and_grad(loss, (0, 1)), params, x_btd)
+  program = harness.compiled(jax.value_and_grad(loss, (0, 1)), params, x_btd)
+  return program if isinstance(program, str) else within_limit(program)
+
+
+def within_limit(program: harness.Program) -> harness.Program | str:
+  """The program, or why it is left out: all programs of a case are in memory together."""
+  mib = program.facts["temporary_mib"]
+  return f"needs {mib / 1024:.1f} GiB of temporary memory" if mib > MOST_MIB else program
 
 
 def torch_layer(length: int, batch: int, width: int) -> harness.Program | str:
@@ -191,7 +200,7 @@ def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.P
     jax.block_until_ready((state, metrics))
     return time.perf_counter() - start
 
-  return harness.Program(run, facts)
+  return within_limit(harness.Program(run, facts))
 
 
 def tokens(quick: bool) -> Iterator[harness.Case]:

@@ -116,7 +116,7 @@ class Mamba2(Mixer):
         xbc_btf, taps, cache.convolution, lengths=context.lengths
       )
       cache = cache._replace(convolution=convolution)
-    xbc_btf = nn.silu(xbc_btf + taps_bias[None, None])
+    xbc_btf = jax.checkpoint(nn.silu)(xbc_btf + taps_bias[None, None])
     x_bti, b_btn, c_btn = jnp.split(xbc_btf, [inner, inner + self.state_width], axis=-1)
     x_bthp = x_bti.reshape(batch, length, heads, self.head_width)
     b_btgn = b_btn[:, :, None]  # one group of heads
@@ -128,10 +128,15 @@ class Mamba2(Mixer):
     y_bthp, state = self.read_states(inputs, selective, context, before)
     if cache is not None:
       cache = cache._replace(state=state)
-    y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * x_bthp.astype(jnp.float32)
-    y_bti = y_bthp.reshape(batch, length, inner) * nn.silu(z_bti.astype(jnp.float32))
+
+    @jax.checkpoint  # The gradient would keep many arrays of I features.
+    def gate(y_bthp, x_bthp, z_bti, skip, gain):
+      y_bthp = y_bthp.astype(jnp.float32) + skip[None, None, :, None] * x_bthp.astype(jnp.float32)
+      y_bti = y_bthp.reshape(z_bti.shape) * nn.silu(z_bti.astype(jnp.float32))
+      return norms.rms_norm(y_bti, gain).astype(self.dtype)
+
     out = linear(self, width, "out", scale=self.out_scale)
-    return out(norms.rms_norm(y_bti, gain).astype(self.dtype)), cache
+    return out(gate(y_bthp, x_bthp, z_bti, skip, gain)), cache
 
   def read_states(
     self, inputs: jax.Array, selective: SelectiveInputs, context: Context, state: Cache

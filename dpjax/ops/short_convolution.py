@@ -1,5 +1,6 @@
 """A causal convolution of a few taps, and its cache. B batch, T position, D feature, k taps."""
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
@@ -33,17 +34,22 @@ def short_convolution(
   Raises:
     ValueError: shapes or dtypes do not match.
   """
-  length = inputs.shape[1]
   dtype = sum_dtype(inputs, taps)
   position_bt = None if document_starts is None else document_positions(document_starts)
-  x_btd = inputs.astype(dtype)
-  y_btd = jnp.zeros(inputs.shape, dtype)
-  for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
-    past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]
-    if position_bt is not None:
-      past_btd = jnp.where((position_bt >= lag)[..., None], past_btd, 0)
-    y_btd += past_btd * tap_d[None, None]
-  return y_btd.astype(inputs.dtype)
+
+  @jax.checkpoint  # The gradient would keep the inputs once for each tap.
+  def convolve(inputs, taps):
+    x_btd = inputs.astype(dtype)
+    y_btd = jnp.zeros(inputs.shape, dtype)
+    length = inputs.shape[1]
+    for lag, tap_d in enumerate(taps.astype(dtype)[:length]):
+      past_btd = jnp.pad(x_btd, ((0, 0), (lag, 0), (0, 0)))[:, :length]
+      if position_bt is not None:
+        past_btd = jnp.where((position_bt >= lag)[..., None], past_btd, 0)
+      y_btd += past_btd * tap_d[None, None]
+    return y_btd.astype(inputs.dtype)
+
+  return convolve(inputs, taps)
 
 
 def init_short_convolution_cache(
