@@ -85,8 +85,7 @@ class Registry(Generic[T]):
       numpy_function: what computes it in an export's `numpy_model.py`, if anything.
 
     Raises:
-      ValueError: the name is taken or not an identifier, the component lacks a field, or
-        `numpy_function` needs more than `dpjax.runs.numpy_model` has.
+      ValueError: the name is taken or not an identifier, or the component lacks a field.
     """
     if not name.isidentifier() or not callable(component):
       expected = "expected a name of letters, digits and underscores and a class or function"
@@ -101,10 +100,6 @@ class Registry(Generic[T]):
       got = f"{component!r}, which takes {', '.join(fields) or 'nothing'}"
       expected = f"expected a class or function that takes {self.required}"
       raise ValueError(f"{self.kind}: {expected}, got {got}")
-    if numpy_function is not None:
-      from dpjax.runs import numpy_program
-
-      numpy_program.check_function(self.kind, numpy_function)
     if name not in self._builtins:
       self._registered[name] = component
     self._numpy_functions[name] = numpy_function
@@ -372,12 +367,12 @@ def register_mixer(
     component: the class, or a function that makes a mixer.
     numpy_function: the mixer in NumPy, `function(p, x, mixer)`, for the program of an export: `p`
       has its arrays by name, x is [T, D], and `mixer` its settings. It may use what
-      `dpjax.runs.numpy_model` has, such as `np`, `linear` and `part`. Without it, an export has no
-      program.
+      `dpjax.runs.numpy_model` has, such as `np`, `linear` and `part`; an export refuses others.
+      Without it, an export has no program.
 
   Raises:
-    ValueError: the name is taken or not an identifier, the class is no mixer, the function does
-      not take `max_length`, or `numpy_function` needs more than `dpjax.runs.numpy_model` has.
+    ValueError: the name is taken or not an identifier, the class is no mixer, or the function does
+      not take `max_length`.
   """
   from dpjax.layers.mixer import Mixer
 
@@ -402,8 +397,7 @@ def register_boundaries(
       `register_mixer`.
 
   Raises:
-    ValueError: the name is taken or not an identifier, the class does not find boundaries, or
-      `numpy_function` needs more than `dpjax.runs.numpy_model` has.
+    ValueError: the name is taken or not an identifier, or the class does not find boundaries.
   """
   from dpjax.layers.boundaries import Boundaries
 

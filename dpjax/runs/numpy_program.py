@@ -15,9 +15,9 @@ _TABLES = {registry.mixers: "MIXERS", registry.boundaries: "BOUNDARIES"}
 _END = "\n\ndef main("  # What a plugin adds goes before it.
 
 
-def check_function(kind: str, function: Callable) -> None:
-  """Raises a `UserError` if the text of a plugin's function is no program beside `numpy_model`."""
-  expected = f"{kind}: expected numpy_function to be a function"
+def check_function(component: str, function: Callable) -> None:
+  """Raises a `UserError` if the text of a component's function is no part of `numpy_model`."""
+  expected = f"{component}: expected numpy_function to be a function"
   name = getattr(function, "__name__", repr(function))
   try:
     _text(function)
@@ -47,13 +47,14 @@ def missing(models: Sequence[Mapping]) -> list[str]:
 
 
 def write(models: Sequence[Mapping]) -> str:
-  """The program for models, none of whose components is `missing`."""
+  """The program for models, none of whose components is `missing`; checks the added functions."""
   program = Path(numpy_model.__file__).read_text(encoding="utf-8")
   assert program.count(_END) == 1
   added = ""
   for components, name in _components(models):
     function = components.numpy_function(name)
     if name not in _known(components) and function is not None:
+      check_function(name, function)
       table = _TABLES[components]
       added += f"\n\n{_text(function)}\n\n{table}[{name!r}] = {function.__name__}\n"
   return program.replace(_END, added + _END)
