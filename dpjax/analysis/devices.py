@@ -103,10 +103,10 @@ def find(topology: str) -> tuple[Device, list]:
   if topology in ("cpu", "here"):
     from dpjax.training import sharding
 
-    own = jax.local_devices(backend="cpu" if topology == "cpu" else None)
+    local = jax.local_devices(backend="cpu" if topology == "cpu" else None)
     # A process knows the memory of its own devices alone.
-    memory = (own[0].memory_stats() or {}).get("bytes_limit") or sharding.machine_memory()
-    return Device(own[0].platform, memory), own[:1] if topology == "cpu" else jax.devices()
+    memory = (local[0].memory_stats() or {}).get("bytes_limit") or sharding.machine_memory()
+    return Device(local[0].platform, memory), local[:1] if topology == "cpu" else jax.devices()
   if name not in DEVICES:
     names = ", ".join((*DEVICES, "cpu"))
     raise UserError(f"--topology: expected one of {names}, as v5e:2x2 or h100:8, got {topology}")

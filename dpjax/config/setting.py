@@ -150,7 +150,7 @@ def _is_number(value: object) -> bool:
 
 
 class TypedSection(ConfigDict):
-  """Settings by name, each of which keeps the type of its first value."""
+  """A `ConfigDict` that raises a `UserError` if a value has another type than the one before."""
 
   def __setitem__(self, key, value):
     try:

@@ -208,8 +208,8 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
-      found = glob.glob(str(path), recursive=True)
-      paths = sorted(Path(x) for x in found if not os.path.isdir(x))
+      matches = glob.glob(str(path), recursive=True)
+      paths = sorted(Path(x) for x in matches if not os.path.isdir(x))
       if not paths:
         raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
     return {"": paths}
@@ -289,15 +289,15 @@ def find_texts(data: Data) -> list[Path]:
   """
   paths = [data.path] if data.path else []
   paths += [source for source in parse(data.mixture) if not is_name(source)]
-  found = []
+  texts = []
   try:
     for path in map(Path, paths):
       if (path / "train.bin").is_file():
-        found.append(path / files.RECORD)
+        texts.append(path / files.RECORD)
       else:
         by_split = _find_files(path, Path(data.data_dir, "texts"))
-        found += itertools.chain.from_iterable(by_split.values())
-    return found if all(path.is_file() for path in found) else []
+        texts += itertools.chain.from_iterable(by_split.values())
+    return texts if all(path.is_file() for path in texts) else []
   except (OSError, UserError):
     return []
 

@@ -116,6 +116,7 @@ class Mamba2(Mixer):
         xbc_btf, taps, cache.convolution, lengths=context.lengths
       )
       cache = cache._replace(convolution=convolution)
+    # The gradient would keep a second array of these features.
     xbc_btf = jax.checkpoint(nn.silu)(xbc_btf + taps_bias[None, None])
     x_bti, b_btn, c_btn = jnp.split(xbc_btf, [inner, inner + self.state_width], axis=-1)
     x_bthp = x_bti.reshape(batch, length, heads, self.head_width)

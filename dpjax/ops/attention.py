@@ -24,9 +24,10 @@ from dpjax.ops.products import factor_dtype, product, sum_dtype
 def _block_sizes(length: int, window: int | None, is_plain: bool) -> dict[str, int]:
   """The default sizes of tiles, by platform; `is_plain` is without documents, window and positions.
 
-  Chosen by results/ops.json on a CPU; by results/ops_h200.json on a GPU, which launches several
-  kernels for each tile; and on a TPU, where tiles should stay in the core's memory, by the bytes
-  that compiled programs move. Smaller tiles skip more of what a window or documents hide.
+  128 was chosen by results/ops.json on a CPU, and 256 by timing rows of 1,024 to 8,192; 1,024 by
+  results/ops_h200.json on a GPU, which launches several kernels for each tile; and on a TPU, where
+  tiles should stay in the core's memory, by the bytes that compiled programs move. Smaller tiles
+  skip more of what a window or documents hide.
   """
   cpu = 256 if is_plain and length >= 1024 else 128
   sizes = {"cpu": cpu, "tpu": min(max(256, length // 16), 1024), "default": 1024}

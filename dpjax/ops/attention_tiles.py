@@ -59,8 +59,14 @@ def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
     positions, content_bias, position_bias = relative
     farthest_first_hre = positions[::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    distance = heads_first(queries + position_bias[None, None]), replicate(positions_hre)
-    queries = queries + content_bias[None, None]
+    dtype = sum_dtype(queries, content_bias, position_bias)
+
+    def add(bias):  # The gradient of a bias, a sum over all queries, stays in this dtype.
+      biased = queries.astype(dtype) + bias.astype(dtype)[None, None]
+      return biased.astype(jnp.promote_types(queries.dtype, bias.dtype))
+
+    distance = heads_first(add(position_bias)), replicate(positions_hre)
+    queries = add(content_bias)
   operands = pvary_like(
     _Operands(heads_first(queries), heads_first(keys), heads_first(values), distance)
   )
@@ -200,10 +206,10 @@ def _sees(reach_bt, i, j, size: int) -> jax.Array:
 
 
 def _for_tiles(tile, state, blocks: int, reach_bt):
-  """Folds state = tile(state, i, j, is_whole) over all tiles in which a query sees a key.
+  """Applies state = tile(state, i, j, is_whole) to each tile in which a query sees a key.
 
-  In a whole tile, each query sees each key. The tiles on the diagonal, where a query sees at least
-  its own key, go first, so that no maximum is -inf.
+  `is_whole`: every query of the tile sees every key. The tiles on the diagonal, where a query sees
+  at least its own key, go first, so that no maximum is -inf.
   """
   i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
   j = i - j

@@ -69,8 +69,8 @@ def foreign_components(models: Sequence[Mapping]) -> list[str]:
   """
   foreign = set()
   for model in models:
-    for registry, names in sections.component_names(model).items():
-      foreign |= {name for name in names if not registry.is_builtin(name)}
+    for components, names in sections.component_names(model).items():
+      foreign |= {name for name in names if not components.is_builtin(name)}
   return sorted(foreign)
 
 

@@ -16,7 +16,7 @@ _END = "\n\ndef main("  # What a plugin adds goes before it.
 
 
 def check_function(component: str, function: Callable) -> None:
-  """Raises a `UserError` if the text of a component's function is no part of `numpy_model`."""
+  """Raises a `UserError` unless a component's function can be copied into `numpy_model`."""
   expected = f"{component}: expected numpy_function to be a function"
   name = getattr(function, "__name__", repr(function))
   try:

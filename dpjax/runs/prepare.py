@@ -22,7 +22,7 @@ from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer, load_tokenizer
 
 # Paths that may lead elsewhere in another process: the first process prepares what is in them.
-_OWN_PATHS = ("data.path", "data.data_dir", "data.manual_dir")
+_LOCAL_PATHS = ("data.path", "data.data_dir", "data.manual_dir")
 
 
 def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
@@ -52,13 +52,13 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 def _check_files(config: ConfigDict) -> None:
   """Raises a `UserError` in every process unless paths lead to the same, and texts are equal."""
-  places = {
+  real_paths = {
     key: os.path.realpath(value)
     for key, value, setting in sections.walk(config)
-    if isinstance(value, str) and setting.is_path and key not in _OWN_PATHS
+    if isinstance(value, str) and setting.is_path and key not in _LOCAL_PATHS
     if os.path.exists(value)
   }
-  processes.check_same(places)
+  processes.check_same(real_paths)
   data = schema.Data(**config.data)
   texts = sources.find_texts(data)
   # Only copies have to be read.
@@ -87,7 +87,7 @@ def find_or_make_tokens(config: ConfigDict, workdir: str | Path) -> Tokens:
   check_processes(config, workdir)
   config = sections.expand_paths(config)
   rules.check(config)
-  run_files.check_place(workdir)
+  run_files.check_workdir(workdir)
   folder = workdir / "data"
   if not _is_fresh(config, workdir) and folder.exists():
     return find_tokens(config, read_tokens(config, folder))
@@ -140,7 +140,7 @@ def check_apart(data: ConfigDict, workdir: Path) -> None:
 
 
 def _matches(path: Path, pattern: str) -> bool:
-  """Whether a path is one of a pattern of texts, in which ** stands for any folders."""
+  """Whether a path matches a pattern, in which ** matches any folders."""
   root, folders, rest = pattern.partition("**")
   if folders:
     return path.is_relative_to(root) and path.match(os.path.basename(rest) or "*")

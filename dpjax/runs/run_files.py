@@ -87,7 +87,7 @@ def check_exported(folder: Path, *names: str) -> bool:
   return True
 
 
-def check_place(workdir: Path) -> None:
+def check_workdir(workdir: Path) -> None:
   """Raises a `UserError` if a path is an address, or an exported run is there."""
   files.check_local("workdir", workdir)
   if is_exported(workdir):
@@ -103,10 +103,10 @@ def lock(workdir: Path) -> Iterator[None]:
   If the block fails before training begins, what it made is removed again, and the name of the
   last process that trained stays in the file `lock`.
 
-  Raises a `UserError` as `check_place`, or if another process trains in it, it cannot be written, a
-  file in it is a link or not a regular file, or it is removed.
+  Raises a `UserError` as `check_workdir`, or if another process trains in it, it cannot be
+  written, a file in it is a link or not a regular file, or it is removed.
   """
-  check_place(workdir)
+  check_workdir(workdir)
   made = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
   before = _names_in(workdir)
   with contextlib.ExitStack() as stack:

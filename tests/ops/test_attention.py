@@ -193,9 +193,23 @@ def test_a_large_batch_is_its_rows(window, has_documents, batch, length, heads):
 
   rows = np.array([0, 5, 16])
   assert_close([x[rows] for x in run(np.arange(batch))], run(rows))
-  mapped = f"f32[{batch},1,{length},{heads},2]"  # What a map over the rows reads.
-  assert mapped in str(jax.make_jaxpr(run)(np.arange(batch)))
-  assert mapped not in str(jax.make_jaxpr(run)(rows))
+  for of_rows, is_mapped in ((np.arange(batch), True), (rows, False)):
+    mapped = f"f32[{len(of_rows)},1,{length},{heads},2]"  # What a map over the rows reads.
+    assert (mapped in str(jax.make_jaxpr(run)(of_rows))) == is_mapped
+
+
+def test_gradients_of_biases_are_summed_in_float32():
+  arguments = [normal(2, 19, 3, 4, seed=i) for i in range(3)]
+  arguments += [normal(19, 3, 4, seed=3), normal(3, 4, seed=4), normal(3, 4, seed=5)]
+
+  def total(*arguments):
+    output = ops.relative_attention(*arguments, block_size=8)
+    return jnp.sum(output.astype(jnp.float32))
+
+  arguments = [x.astype(jnp.bfloat16) for x in arguments]
+  text = jax.jit(jax.grad(total, (4, 5))).lower(*arguments).as_text()
+  sums = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
+  assert sums and not [line for line in sums if "xbf16>" in line]
 
 
 def test_a_large_batch_on_several_devices():
