@@ -261,20 +261,43 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
   def reads_another_module(p, x, mixer):
     return helpers.anything(x)
 
+  def reads_another_module_within(p, x, mixer):
+    return np.array([(lambda row: helpers.anything(row))(row) for row in x])
+
+  def has_an_annotation(p, x: jax.Array, mixer):
+    return x
+
+  def has_a_default(p, x, mixer, scale=helpers.__name__):
+    return x
+
   def linear(p, x):
+    return x
+
+  def sum(p, x):
     return x
 
   factor = 2.0
   for function, message in (
-    (reads_a_variable, "reads_a_variable with factor"),
-    (reads_another_module, "reads_another_module with helpers"),
+    (reads_a_variable, "got reads_a_variable, which uses factor"),
+    (reads_another_module, "got reads_another_module, which uses helpers"),
+    (reads_another_module_within, "got reads_another_module_within, which uses helpers"),
+    (has_an_annotation, "got has_an_annotation, which uses jax"),
+    (has_a_default, "got has_a_default, which uses helpers"),
     (linear, "with a name that dpjax.runs.numpy_model lacks, got linear"),
-    (len, "in a file, got len"),
-    (3, "in a file, got 3"),
+    (sum, "with a name that dpjax.runs.numpy_model lacks, got sum"),
+    (lambda p, x, mixer: x, "with a name, got <lambda>"),
+    (len, "with a name, got len"),
+    (3, "with a name, got 3"),
   ):
     monkeypatch.setitem(registry.mixers._numpy_functions, "min_gru", function)
     with pytest.raises(dpjax.UserError, match=f"^min_gru: expected numpy_function .*{message}$"):
       numpy_program.write([config.model])
+
+  def recurs(p, x, mixer):
+    return x if len(x) < 2 else recurs(p, x[1:], mixer)
+
+  monkeypatch.setitem(registry.mixers._numpy_functions, "min_gru", recurs)
+  assert "MIXERS['min_gru'] = recurs\n" in numpy_program.write([config.model])
 
 
 def test_a_value_error_in_a_mixer_names_its_class():

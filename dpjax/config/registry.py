@@ -367,8 +367,8 @@ def register_mixer(
     component: the class, or a function that makes a mixer.
     numpy_function: the mixer in NumPy, `function(p, x, mixer)`, for the program of an export: `p`
       has its arrays by name, x is [T, D], and `mixer` its settings. It may use what
-      `dpjax.runs.numpy_model` has, such as `np`, `linear` and `part`; an export refuses others.
-      Without it, an export has no program.
+      `dpjax.runs.numpy_model` has, such as `np`, `linear` and `part`; an export refuses a function
+      that uses others. Without it, an export has no program.
 
   Raises:
     ValueError: the name is taken or not an identifier, the class is no mixer, or the function does

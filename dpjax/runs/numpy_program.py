@@ -1,7 +1,10 @@
 """The program of an exported model: `dpjax.runs.numpy_model`, with the functions of plugins."""
 
+import builtins
+import dis
 import inspect
 import textwrap
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,20 +22,25 @@ def check_function(component: str, function: Callable) -> None:
   """Raises a `UserError` unless a component's function can be copied into `numpy_model`."""
   expected = f"{component}: expected numpy_function to be a function"
   name = getattr(function, "__name__", repr(function))
-  try:
-    _text(function)
-    used = inspect.getclosurevars(function)
-  except (OSError, TypeError) as error:
-    raise UserError(f"{expected} in a file, got {name}") from error
-  known = vars(numpy_model)
-  if name in known:
+  if not isinstance(function, types.FunctionType) or not name.isidentifier():
+    raise UserError(f"{expected} with a name, got {name}")
+  available = vars(builtins) | vars(numpy_model)
+  if name in available:
     raise UserError(f"{expected} with a name that dpjax.runs.numpy_model lacks, got {name}")
-  foreign = [x for x, value in used.globals.items() if known.get(x) is not value]
-  foreign += used.nonlocals
-  if foreign:
+  try:
+    # As a part of the program, which is read without the plugin's imports from __future__.
+    code = compile(_text(function), name, "exec", dont_inherit=True)
+  except OSError as error:
+    raise UserError(f"{expected} in a file, got {name}") from error
+  unknown = {
+    x
+    for x in _global_names(code)
+    if x not in available or function.__globals__.get(x, available[x]) is not available[x]
+  }
+  if foreign := (unknown | {*function.__code__.co_freevars}) - {name}:
     raise UserError(
-      f"{expected} of what dpjax.runs.numpy_model has, such as np, linear and part, "
-      f"got {name} with {', '.join(foreign)}"
+      f"{expected} that uses only names of dpjax.runs.numpy_model, such as np, linear and part, "
+      f"got {name}, which uses {', '.join(sorted(foreign))}"
     )
 
 
@@ -73,6 +81,16 @@ def _components(models: Sequence[Mapping]) -> list[tuple[Registry, str]]:
 
 def _known(components: Registry) -> Mapping[str, Callable]:
   return getattr(numpy_model, _TABLES[components])
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+  """The global names that code reads, also within its functions and classes."""
+  read = ("LOAD_GLOBAL", "LOAD_NAME")
+  names = {x.argval for x in dis.get_instructions(code) if x.opname in read}
+  for constant in code.co_consts:
+    if isinstance(constant, types.CodeType):
+      names |= _global_names(constant)
+  return names
 
 
 def _text(function: Callable) -> str:
