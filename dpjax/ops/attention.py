@@ -4,6 +4,7 @@ B batch, T position, S position of a key, H head, E feature of a head, D width, 
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from dpjax.ops import arrays
 from dpjax.ops.arrays import Starts, typed
-from dpjax.ops.attention_tiles import Inputs, tiled
+from dpjax.ops.attention_tiles import Inputs, add_bias, tiled
 from dpjax.ops.backend import automatic_axes, by_platform, each_row, has_cuda
 from dpjax.ops.documents import document_positions
 from dpjax.ops.dropout import dropout
@@ -21,13 +22,12 @@ from dpjax.ops.placement import is_symbolic
 from dpjax.ops.products import factor_dtype, product, sum_dtype
 
 
-def _block_sizes(length: int, window: int | None, is_plain: bool) -> dict[str, int]:
-  """The default sizes of tiles, by platform; `is_plain` is without documents, window and positions.
+def _default_sizes(length: int, window: int | None, is_plain: bool) -> dict[str, int]:
+  """The default sizes of tiles by platform; `is_plain`: no documents, window or positions.
 
-  128 was chosen by results/ops.json on a CPU, and 256 by timing rows of 1,024 to 8,192; 1,024 by
-  results/ops_h200.json on a GPU, which launches several kernels for each tile; and on a TPU, where
-  tiles should stay in the core's memory, by the bytes that compiled programs move. Smaller tiles
-  skip more of what a window or documents hide.
+  On a CPU, they are from results/ops.json. On a GPU, where each tile launches several kernels, from
+  results/ops_h200.json. On a TPU, tiles should fit in the core's memory; they were chosen by the
+  bytes that compiled programs move. Smaller tiles skip more of what a window or documents hide.
   """
   cpu = 256 if is_plain and length >= 1024 else 128
   sizes = {"cpu": cpu, "tpu": min(max(256, length // 16), 1024), "default": 1024}
@@ -62,8 +62,8 @@ def causal_attention(
 
   With a window of w, s >= t - w + 1, and tiles outside of this band are skipped: O(T w E) time.
 
-  Positions that are not seen have the weight 0, and 0 times nan is nan: nan or infinity in a value
-  reaches every position of its row that shares a tile with it, also in other documents.
+  Positions that are not seen have the weight 0, and 0 times nan is nan: a nan or infinity in a
+  value reaches all positions of its row that share a tile with it, even those of other documents.
 
   Args:
     queries: one for each position and head.
@@ -75,9 +75,9 @@ def causal_attention(
       document. None means that each row is one document.
     window: w, the maximum number of keys that a query sees, including its own; None for
       all.
-    block_size: the maximum number of queries and keys of a tile. None: on a CPU 128, or 256
-      from T = 1,024 on without a window, documents and positions; on a TPU 256 to 1,024 by T; else
-      1,024 or cuDNN's. With a window at most that many, or 128.
+    block_size: the maximum number of queries and keys of a tile. None: on a CPU 128, or 256 if T
+      is at least 1,024 and there are no documents, window or positions; on a TPU 256 to 1,024,
+      growing with T; else 1,024, or cuDNN's. A window lowers these sizes to max(window, 128).
 
   Returns:
     The output, in the dtype of `values`.
@@ -89,15 +89,24 @@ def causal_attention(
   Sec. 3. Tiles: Dao et al. 2022, arXiv:2205.14135, Alg. 1 and 4.
   """
   qkv = queries, keys, values
-  reach_bt, sizes = _check(queries, dropout_rate, dropout_key, document_starts, block_size, window)
+  _check_rows(queries, dropout_rate, dropout_key)
+  length = queries.shape[1]
+  if window is not None and arrays.integer("window", window) >= length:
+    window = None
+  reach_bt = _reach(length, document_starts, window)
+  if block_size is None:
+    sizes = _default_sizes(length, window, is_plain=reach_bt is None)
+  else:
+    sizes = {"default": arrays.integer("block_size", block_size)}
+  sizes = _even_sizes(sizes, length)
 
   def attend(size: int, queries, keys, values, reach_bt=reach_bt):
     if size:
       inputs = Inputs(queries, keys, values)
       return tiled(inputs, reach_bt, dropout_rate, dropout_key, size)
     # JAX's function always computes the softmax in float32.
-    is_plain = not dropout_rate and len({x.dtype for x in qkv}) == 1
-    is_plain &= sum_dtype(*qkv) == jnp.float32
+    has_one_dtype = len({x.dtype for x in qkv}) == 1
+    is_plain = not dropout_rate and has_one_dtype and sum_dtype(*qkv) == jnp.float32
     if is_plain and factor_dtype(queries, keys) is None:
       mask = None if reach_bt is None else _sees(reach_bt)
       return jax.nn.dot_product_attention(queries, keys, values, mask=mask, is_causal=mask is None)
@@ -148,22 +157,29 @@ def relative_attention(
   Source: Dai et al. 2019, arXiv:1901.02860, Sec. 3.3; without memory in Nawrot et al.
   2023, arXiv:2211.09761, Sec. 4.2.
   """
-  reach_bt, sizes = _check(
-    queries, dropout_rate, dropout_key, document_starts, block_size, is_relative=True
-  )
-  check_distances(positions, queries.shape[1])
-  positions = positions[: queries.shape[1]]
+  _check_rows(queries, dropout_rate, dropout_key)
+  length = queries.shape[1]
+  check_distances(positions, length)
+  positions = positions[:length]
+  reach_bt = _reach(length, document_starts, None)
+  if block_size is None:
+    sizes = _default_sizes(length, None, is_plain=False)
+  else:
+    sizes = {"default": arrays.integer("block_size", block_size)}
+  sizes = _even_sizes(sizes, length)
 
   def attend(size: int, queries, keys, values, *relative):
     if size:
       inputs = Inputs(queries, keys, values, relative)
       return tiled(inputs, reach_bt, dropout_rate, dropout_key, size)
     positions, content_bias, position_bias = relative
-    scores_bhts = product("bthe,bshe->bhts", queries + content_bias[None, None], keys)
+    scores_bhts = product("bthe,bshe->bhts", add_bias(queries, content_bias), keys)
     # The farthest first, so that column s of row t is s + T - 1 - t.
     farthest_first_rhe = positions[::-1]
-    queries += position_bias[None, None]
-    scores_bhts += _align(product("bthe,rhe->bhtr", queries, farthest_first_rhe))
+    by_distance_bhtr = product(
+      "bthe,rhe->bhtr", add_bias(queries, position_bias), farthest_first_rhe
+    )
+    scores_bhts += _align(by_distance_bhtr)
     return _attend(scores_bhts, values, reach_bt, dropout_rate, dropout_key)
 
   runs = {name: functools.partial(attend, size) for name, size in sizes.items()}
@@ -277,39 +293,35 @@ def _attend_by_cudnn(queries, keys, values) -> jax.Array:
   return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="cudnn")
 
 
-def _check(
-  queries,
-  dropout_rate,
-  dropout_key,
-  document_starts,
-  block_size,
-  window=None,
-  is_relative: bool = False,
-) -> tuple:
-  """How far back queries see, [B or 1, T] or None, and the block size by platform, or 0."""
+def _check_rows(queries, dropout_rate, dropout_key) -> None:
   arrays.check_not_empty(queries=queries)
   arrays.rate("dropout_rate", dropout_rate)
   arrays.key("dropout_key", dropout_key, dropout_rate)
-  length = queries.shape[1]
+
+
+def _reach(length: int, document_starts, window: int | None) -> jax.Array | None:
+  """How many positions before its own a query sees, [B or 1, T]; None for all of its row."""
   reach_bt = None if document_starts is None else document_positions(document_starts)
-  if window is not None and arrays.integer("window", window) >= length:
-    window = None
-  if window is not None:
-    if reach_bt is None:  # Shared by all rows, [1, T], so that devices exchange nothing.
-      reach_bt = jnp.arange(length, dtype=jnp.int32)[None]
-    reach_bt = jnp.minimum(reach_bt, window - 1)
-  if block_size is None:
-    is_plain = reach_bt is None and not is_relative
-    chosen = _block_sizes(length, window, is_plain)
-  else:
-    chosen = {"default": arrays.integer("block_size", block_size)}
+  if window is None:
+    return reach_bt
+  if reach_bt is None:  # Shared by all rows, [1, T], so that devices exchange nothing.
+    reach_bt = jnp.arange(length, dtype=jnp.int32)[None]
+  return jnp.minimum(reach_bt, window - 1)
+
+
+def _even_sizes(sizes: dict[str, int], length: int) -> dict[str, int]:
+  """Sizes with which as many tiles are of equal size; 0 instead of a single tile."""
 
   def even(size: int) -> int:
+    if length <= size:
+      return 0
+    num_tiles = math.ceil(length / size)
     # Multiples of 8 fill the processor's vectors.
-    return 0 if length <= size else min(size, -(-length // (8 * -(-length // size))) * 8)
+    return min(size, 8 * math.ceil(length / (8 * num_tiles)))
 
-  sizes = {name: even(size) for name, size in chosen.items()}
-  return reach_bt, sizes if len(set(sizes.values())) > 1 else {"default": sizes["default"]}
+  found = {name: even(size) for name, size in sizes.items()}
+  # With equal sizes, one program suffices for all platforms.
+  return found if len({*found.values()}) > 1 else {"default": found["default"]}
 
 
 def _align(by_distance_bhtr: jax.Array) -> jax.Array:

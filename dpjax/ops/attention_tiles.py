@@ -34,14 +34,21 @@ class _Operands(NamedTuple):
   """Queries with the content bias, keys and values, [H, B, T, E]; T is a multiple of a tile's size.
 
   Heads come first, so that each needs one product with the positions, shared by all rows.
-  `distance` is what scores by distance read, or None: queries with the position bias, and
-  positions, [H, T + S, E], the farthest first and S future ones last.
+  `distance`: None, or the factors of the scores by distance, which are queries with the position
+  bias, and positions, [H, T + S, E], the farthest first and S future ones last.
   """
 
   queries: jax.Array
   keys: jax.Array
   values: jax.Array
   distance: tuple[jax.Array, jax.Array] | None = None
+
+
+def add_bias(queries: jax.Array, bias: jax.Array) -> jax.Array:
+  """Adds a bias [H, E] to queries; its gradient, a sum over them, is in float32 or float64."""
+  dtype = sum_dtype(queries, bias)
+  biased = queries.astype(dtype) + bias.astype(dtype)[None, None]
+  return biased.astype(jnp.promote_types(queries.dtype, bias.dtype))
 
 
 def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
@@ -59,14 +66,8 @@ def tiled(inputs: Inputs, reach_bt, dropout_rate, key, size: int) -> jax.Array:
     positions, content_bias, position_bias = relative
     farthest_first_hre = positions[::-1].swapaxes(0, 1)
     positions_hre = jnp.pad(farthest_first_hre, ((0, 0), (missing, size), (0, 0)))
-    dtype = sum_dtype(queries, content_bias, position_bias)
-
-    def add(bias):  # The gradient of a bias, a sum over all queries, stays in this dtype.
-      biased = queries.astype(dtype) + bias.astype(dtype)[None, None]
-      return biased.astype(jnp.promote_types(queries.dtype, bias.dtype))
-
-    distance = heads_first(add(position_bias)), replicate(positions_hre)
-    queries = add(content_bias)
+    distance = heads_first(add_bias(queries, position_bias)), replicate(positions_hre)
+    queries = add_bias(queries, content_bias)
   operands = pvary_like(
     _Operands(heads_first(queries), heads_first(keys), heads_first(values), distance)
   )
@@ -118,7 +119,7 @@ def _attend_tiles_backward(dropout_rate, size, residuals, grad_hbte):
   operands, reach_bt, key, y_hbte, log_sum_hbt = residuals
   scale = y_hbte.shape[3] ** -0.5
   dtype = log_sum_hbt.dtype
-  # The mean gradient of the weights equals that of the output along it, dropout or not.
+  # The mean of the weights' gradients by the weights, with dropout or without.
   mean_hbt = jnp.sum(grad_hbte.astype(dtype) * y_hbte.astype(dtype), axis=-1)
 
   # Tiles are [S, Q] here, and the gradient of the queries is [H, B, E, T]: XLA:CPU multiplies up to
@@ -208,22 +209,22 @@ def _sees(reach_bt, i, j, size: int) -> jax.Array:
 def _for_tiles(tile, state, blocks: int, reach_bt):
   """Applies state = tile(state, i, j, is_whole) to each tile in which a query sees a key.
 
-  `is_whole`: every query of the tile sees every key. The tiles on the diagonal, where a query sees
-  at least its own key, go first, so that no maximum is -inf.
+  `is_whole`: every query of the tile sees every key. For each block of queries, the tile on the
+  diagonal goes first: there each query sees its own key, so that no maximum stays -inf.
   """
-  i, j = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
-  j = i - j
   if reach_bt is None:
     diagonal = jnp.arange(blocks, dtype=jnp.int32)
     state, _ = lax.scan(lambda state, i: (tile(state, i, i, False), None), state, diagonal)
     below = np.tril_indices(blocks, -1)
     i, j = (jnp.asarray(x, jnp.int32) for x in below)
     return lax.scan(lambda state, i_j: (tile(state, *i_j, True), None), state, (i, j))[0]
+  i, lag = (jnp.asarray(x, jnp.int32) for x in np.tril_indices(blocks))
+  j = i - lag
   size = reach_bt.shape[1] // blocks
   first_bi = jnp.arange(0, reach_bt.shape[1], size, dtype=jnp.int32)[None] - reach_bt[:, ::size]
   # If a query of a block sees the block of keys, the first one does.
   is_seen = jnp.any(first_bi[:, i] < (j[None] + 1) * size, axis=0)
-  order = jnp.argsort(~is_seen)
+  order = jnp.argsort(~is_seen)  # stable, so that the diagonal stays first
   i = i[order]
   j = j[order]
   number = jnp.sum(is_seen, dtype=jnp.int32)

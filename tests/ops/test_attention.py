@@ -198,12 +198,13 @@ def test_a_large_batch_is_its_rows(window, has_documents, batch, length, heads):
     assert (mapped in str(jax.make_jaxpr(run)(of_rows))) == is_mapped
 
 
-def test_gradients_of_biases_are_summed_in_float32():
+@pytest.mark.parametrize("block_size", [8, 19])
+def test_gradients_of_biases_are_summed_in_float32(block_size):
   arguments = [normal(2, 19, 3, 4, seed=i) for i in range(3)]
   arguments += [normal(19, 3, 4, seed=3), normal(3, 4, seed=4), normal(3, 4, seed=5)]
 
   def total(*arguments):
-    output = ops.relative_attention(*arguments, block_size=8)
+    output = ops.relative_attention(*arguments, block_size=block_size)
     return jnp.sum(output.astype(jnp.float32))
 
   arguments = [x.astype(jnp.bfloat16) for x in arguments]
