@@ -5,18 +5,20 @@
 Float32, one row or several of T tokens, the same number of tokens for each T. Parts:
 
   layers   one layer of width 512, its result and the gradients of its parameters and inputs, 32,768
-           tokens, and 65,536 in one row: each mixer, base "dispatcher", beside attention by
-           PyTorch's `scaled_dot_product_attention` in a layer of the same shape
-  steps    a training step of 4 layers of width 256 and a vocabulary of 256, 16,384 tokens, base
+           tokens, and 65,536 in one row without attention to all of them: each mixer, base
+           "dispatcher", beside attention by PyTorch's `scaled_dot_product_attention` in a layer of
+           the same shape
+  steps    a training step of 4 layers of width 256 and a vocabulary of 256, 8,192 tokens, base
            "dispatcher"
   tokens   one more token of one row of that model, after T - 16 of them, base "dispatcher"; with a
            cache, in a compiled scan over 16 tokens
 
 The mixers of jax-linear-attention are timed where `dpjax[relatives]` is installed, and PyTorch
-where torch is. A program that needs more than 5 GiB of temporary memory is left out. The figure
-shows milliseconds over T.
+where torch is. A layer that needs more than 5 GiB of temporary memory is left out, and a step that
+needs more than 8. The figure shows microseconds per token over T.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -59,8 +61,10 @@ RELATIVES: dict[str, dict[str, Any]] = {
   "log-linear Mamba-2": dict(name="log_linear_mamba2"),
 }
 TORCH = "attention, PyTorch"
-MOST_MIB = 5 * 1024  # the temporary memory of one program
-TOKENS_A_CALL = 16
+# The temporary memory of one program, MiB. Layers run beside PyTorch's process.
+MAX_LAYER_MIB = 5 * 1024
+MAX_STEP_MIB = 8 * 1024
+TOKENS_PER_CALL = 16
 
 
 def mixers() -> dict[str, dict[str, Any]]:
@@ -90,21 +94,24 @@ def layer(mixer: ConfigDict, length: int, batch: int, width: int) -> harness.Pro
     return jnp.sum(module.apply(params, x_btd) ** 2)
 
   program = harness.compiled(jax.value_and_grad(loss, (0, 1)), params, x_btd)
-  return program if isinstance(program, str) else within_limit(program)
+  return program if isinstance(program, str) else within_limit(program, MAX_LAYER_MIB)
 
 
-def within_limit(program: harness.Program) -> harness.Program | str:
-  """The program, or why it is left out: all programs of a case are in memory together."""
+def within_limit(program: harness.Program, max_mib: int) -> harness.Program | str:
+  """The program, or why it is left out. All programs of a case are in memory at once."""
   mib = program.facts["temporary_mib"]
-  return f"needs {mib / 1024:.1f} GiB of temporary memory" if mib > MOST_MIB else program
+  return f"needs {mib / 1024:.1f} GiB of temporary memory" if mib > max_mib else program
 
 
-def torch_layer(length: int, batch: int, width: int) -> harness.Program | str:
-  """The same of attention in PyTorch, in a process that ends with this one."""
+def torch_layer(
+  processes: contextlib.ExitStack, length: int, batch: int, width: int
+) -> harness.Program | str:
+  """The same layer with PyTorch's attention, in another process, which `processes` ends."""
   if importlib.util.find_spec("torch") is None:
     return "PyTorch is not installed"
   settings = json.dumps(dict(length=length, batch=batch, width=width))
   process = harness.Process([str(pathlib.Path(__file__).resolve()), "--serve_torch", settings])
+  processes.callback(process.close)
   facts = process.read()
   return harness.Program(lambda: process.ask()["seconds"], facts)
 
@@ -133,15 +140,19 @@ def serve_torch(settings: Mapping[str, int]) -> None:
 
 
 def layers(quick: bool) -> Iterator[harness.Case]:
-  tokens = 256 if quick else 32_768
+  num_tokens = 256 if quick else 32_768
   width = 16 if quick else 512
-  for length in [*lengths(quick, tokens), 2 * tokens]:
-    batch = max(1, tokens // length)
+  for length in [*lengths(quick, num_tokens), 2 * num_tokens]:
+    batch = max(1, num_tokens // length)
     programs: dict[str, harness.Program | str] = {}
-    for name, mixer in mixers().items():
-      programs[name] = layer(section_of(mixer, quick), length, batch, width)
-    programs[TORCH] = torch_layer(length, batch, width)
-    yield harness.Case(f"layers, {batch} x {length}", "dispatcher", programs)
+    with contextlib.ExitStack() as processes:
+      for name, mixer in mixers().items():
+        programs[name] = layer(section_of(mixer, quick), length, batch, width)
+      if length > num_tokens:
+        programs["attention"] = programs[TORCH] = "takes minutes"
+      else:
+        programs[TORCH] = torch_layer(processes, length, batch, width)
+      yield harness.Case(f"layers, {batch} x {length}", "dispatcher", programs)
 
 
 def section_of(mixer: Mapping[str, Any], quick: bool) -> ConfigDict:
@@ -166,13 +177,13 @@ def model_settings(mixer: Mapping[str, Any], length: int, quick: bool) -> Config
 
 
 def steps(quick: bool) -> Iterator[harness.Case]:
-  tokens = 256 if quick else 16_384
+  num_tokens = 256 if quick else 8_192
   mesh = sharding.make_mesh(jax.devices()[:1])
-  for length in lengths(quick, tokens):
+  for length in lengths(quick, num_tokens):
     programs = {}
     for name, mixer in mixers().items():
-      programs[name] = step(model_settings(mixer, length, quick), tokens // length, mesh)
-    yield harness.Case(f"steps, {tokens // length} x {length}", "dispatcher", programs)
+      programs[name] = step(model_settings(mixer, length, quick), num_tokens // length, mesh)
+    yield harness.Case(f"steps, {num_tokens // length} x {length}", "dispatcher", programs)
 
 
 def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.Program | str:
@@ -200,19 +211,22 @@ def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.P
     jax.block_until_ready((state, metrics))
     return time.perf_counter() - start
 
-  return within_limit(harness.Program(run, facts))
+  return within_limit(harness.Program(run, facts), MAX_STEP_MIB)
 
 
 def tokens(quick: bool) -> Iterator[harness.Case]:
   for length in lengths(quick, 128 if quick else 32_768):
     programs: dict[str, harness.Program | str] = {}
     for name, mixer in mixers().items():
-      programs[name] = token(model_settings(mixer, length, quick))
-    yield harness.Case(f"tokens, after {length - TOKENS_A_CALL}", "dispatcher", programs)
+      if name == "log-linear Mamba-2" and length > 2048:
+        programs[name] = "reads its prompt position by position, in minutes"
+      else:
+        programs[name] = token(model_settings(mixer, length, quick))
+    yield harness.Case(f"tokens, after {length - TOKENS_PER_CALL}", "dispatcher", programs)
 
 
 def token(settings: ConfigDict) -> harness.Program | str:
-  """The last tokens of a row; the seconds of one of them."""
+  """Generates the last tokens of a row; a run returns the seconds of one token."""
   length = settings.max_length
   model = build_model(settings)
   if not model.has_cache:
@@ -220,7 +234,7 @@ def token(settings: ConfigDict) -> harness.Program | str:
   params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
   model, params = model.unstack(params)
   prompt = jnp.asarray(harness.draw_text(1, length, settings.vocab_size))
-  count = jnp.full(1, length - TOKENS_A_CALL, jnp.int32)
+  count = jnp.full(1, length - TOKENS_PER_CALL, jnp.int32)
   keys = jax.random.split(jax.random.key(0), 1)
 
   def apply(params, tokens_bt, cache, lengths_b):
@@ -237,14 +251,14 @@ def token(settings: ConfigDict) -> harness.Program | str:
   @jax.jit
   def advance(params, state):
     read = functools.partial(apply, params)
-    return decode.advance(read, state, keys, num_tokens=TOKENS_A_CALL, temperature=0.0)
+    return decode.advance(read, state, keys, num_tokens=TOKENS_PER_CALL, temperature=0.0)
 
   state = jax.block_until_ready(begin(params, prompt[:, :length]))
 
   def run() -> float:
     start = time.perf_counter()
     jax.block_until_ready(advance(params, state))
-    return (time.perf_counter() - start) / TOKENS_A_CALL
+    return (time.perf_counter() - start) / TOKENS_PER_CALL
 
   run()  # compiles
   cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
@@ -252,7 +266,7 @@ def token(settings: ConfigDict) -> harness.Program | str:
 
 
 def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
-  """A panel for each part: milliseconds over the length of a row."""
+  """A panel for each part: microseconds per token over the length of a row."""
   import matplotlib
 
   matplotlib.use("agg")
@@ -265,33 +279,47 @@ def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
     "steps": "a training step",
     "tokens": "one more token",
   }
+  names = [*MIXERS, *RELATIVES, TORCH]
   parts = {name: part for name, part in report["parts"].items() if part["cases"]}
   with style.applied():
     figure, axes = pyplot.subplots(
-      1, len(parts), figsize=(4.2 * len(parts), 3.6), squeeze=False, layout="constrained"
+      1, len(parts), figsize=(4.2 * len(parts), 4.2), squeeze=False, layout="constrained"
     )
-    for axis, (name, part) in zip(axes.flat, parts.items(), strict=True):
-      for mixer, points in curves(part).items():
-        places, found = zip(*points, strict=True)
-        axis.plot(places, found, marker="o", markersize=3, label=mixer)
+    for axis, (part_name, part) in zip(axes.flat, parts.items(), strict=True):
+      for name, points in curves(part).items():
+        lengths, microseconds = zip(*points, strict=True)
+        line = "-" if name in MIXERS else "--"
+        colour = f"C{names.index(name) % len(style.COLOURS)}"
+        axis.plot(lengths, microseconds, line, color=colour, marker="o", markersize=3, label=name)
       axis.set_xscale("log", base=2)
       axis.set_yscale("log")
+      all_lengths = sorted({length for points in curves(part).values() for length, _ in points})
+      axis.set_xticks(all_lengths, [f"{length:,}" for length in all_lengths], rotation=30)
       axis.set_xlabel("tokens in a row")
-      axis.set_title(titles[name], loc="left", fontsize=9)
-    axes.flat[0].set_ylabel("milliseconds")
-    axes.flat[0].legend(fontsize=7)
+      axis.set_title(titles[part_name], loc="left", fontsize=9)
+    axes.flat[0].set_ylabel("microseconds per token")
+    handles = {
+      label: handle
+      for axis in axes.flat
+      for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    style.finish(figure)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def curves(part: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
-  """For each mixer the length of a row and the milliseconds of each case."""
+  """For each mixer the length of a row and the microseconds per token of each case."""
   found: dict[str, list[tuple[int, float]]] = {}
   for entry in part["cases"]:
-    length = int(entry["case"].split()[-1])
+    batch, _, last = entry["case"].partition(", ")[2].rpartition(" ")
+    length = int(last)
+    num_tokens = length * int(batch.split()[0]) if "x" in batch else 1
     for name, row in entry["rows"].items():
       if "quiet" in row:
-        found.setdefault(name, []).append((length, row["quiet"]["milliseconds"]))
+        microseconds = row["quiet"]["milliseconds"] * 1000 / num_tokens
+        found.setdefault(name, []).append((length, microseconds))
   return found
 
 

@@ -149,34 +149,32 @@ def caches() -> Figure:
   return figure
 
 
-SPEED = {  # the programs of results/step_xeon.json: the fastest of each group counts
+SPEED = {  # programs of results/long_rows.json, with their labels, colours and styles
+  "attention": ("attention", "C7", "o-"),
   "attention, PyTorch": ("attention, PyTorch", "C7", "s--"),
-  "attention": ("attention, dpjax", "C7", "o-"),
-  "Dispatcher, PyTorch": ("Dispatcher, PyTorch", "C0", "s--"),
-  "Dispatcher": ("Dispatcher, dpjax", "C0", "o-"),
+  "Mamba-2": ("Mamba-2", "C3", "o-"),
+  "Gated DeltaNet": ("Gated DeltaNet", "C4", "o-"),
+  "WE": ("WE", "C2", "o-"),
+  "dispatcher": ("Dispatcher", "C0", "o-"),
 }
 
 
 def speed() -> Figure:
-  """The milliseconds of a training step over the length of the row."""
-  text = (FOLDER.parents[1] / "results/step_xeon.json").read_text(encoding="utf-8")
-  cases = json.loads(text)["parts"]["lengths"]["cases"]
+  """The seconds of a layer's training over the length of a row, the same number of tokens."""
+  text = (FOLDER.parents[1] / "results/long_rows.json").read_text(encoding="utf-8")
+  cases = json.loads(text)["parts"]["layers"]["cases"]
+  cases = [case for case in cases if "quiet" in case["rows"]["attention"]]
   lengths = [int(case["case"].split()[-1]) for case in cases]
-  figure, axes = plt.subplots(figsize=(WIDTH, 2.6), layout="constrained")
-  for label, (stem, colour, style) in SPEED.items():
-    fastest = [
-      min(
-        row["quiet"]["milliseconds"] for name, row in case["rows"].items() if name.startswith(stem)
-      )
-      for case in cases
-    ]
-    axes.plot(lengths, fastest, style, color=colour, label=label)
+  figure, axes = plt.subplots(figsize=(WIDTH, 2.8), layout="constrained")
+  for name, (label, colour, style) in SPEED.items():
+    seconds = [case["rows"][name]["quiet"]["milliseconds"] / 1000 for case in cases]
+    axes.plot(lengths, seconds, style, color=colour, label=label, markersize=4)
   axes.set(xscale="log", yscale="log")
   axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
   axes.minorticks_off()
-  axes.set_yticks([125, 250, 500, 1000], ["125", "250", "500", "1,000"])
-  axes.set_xlabel("tokens in the row", fontsize=USUAL)
-  axes.set_ylabel("milliseconds of a training step", fontsize=USUAL)
+  axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+  axes.set_xlabel("tokens in a row, 32,768 in all", fontsize=USUAL)
+  axes.set_ylabel("seconds", fontsize=USUAL)
   axes.tick_params(labelsize=SMALL)
   axes.legend(frameon=False, fontsize=SMALL)
   return figure

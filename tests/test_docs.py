@@ -116,6 +116,37 @@ def test_steps_beside_pytorch_are_those_that_were_measured(name):
     assert f"on an AMD EPYC | {low} of the time |" in README
 
 
+def rows_of_long_rows(part: str, unit: int):
+  """The rows of a table of long rows, in milliseconds / unit, with the memory of layers."""
+  cases = result("long_rows")["parts"][part]["cases"]
+  for name in cases[0]["rows"]:
+    cells = []
+    for case in cases:
+      row = case["rows"][name]
+      if "quiet" not in row:
+        cells.append("-")
+        continue
+      time = row["quiet"]["milliseconds"] / unit
+      cell = f"{time:.1f}" if time < 100 else f"{time:.0f}"
+      if part == "layers" and "temporary_mib" in row:
+        cell += f" ({row['temporary_mib']:,.0f})"
+      cells.append(cell)
+    if set(cells) != {"-"}:
+      yield f"| {name} | {' | '.join(cells)} |"
+
+
+def test_the_costs_of_long_rows_are_those_that_were_measured():
+  rows = [*rows_of_long_rows("layers", 1000), *rows_of_long_rows("steps", 1000)]
+  assert_said(*rows, *rows_of_long_rows("tokens", 1), page=RESULTS)
+  case = result("long_rows")["parts"]["layers"]["cases"][3]
+  assert case["case"] == "layers, 1 x 32768"
+  ours, we, theirs = (
+    f"{case['rows'][name]['quiet']['milliseconds'] / 1000:.1f}"
+    for name in ("dispatcher", "WE", "attention, PyTorch")
+  )
+  assert_said(f"| {ours} s, {we} s | {theirs} s: PyTorch's attention |", page=README)
+
+
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 120
   rows = re.sub(r"\[.*?\]\(.*?\)", "", "\n".join(re.findall(r"^\|.*", README, re.MULTILINE)))
