@@ -257,6 +257,7 @@ def build_once(
 
     text8/            the complete folder with its record, data.json
     text8.partial/    the unfinished folder; rebuilt if its process was killed
+    text8.replaced/   the old folder, until the new one is in its place
     text8.lock        an empty file, locked by the process that builds; not removed
 
   Args:
@@ -280,6 +281,7 @@ def build_once(
       if not try_lock(file):
         _log.warning("%s: waiting for another process that builds this", path)
         try_lock(file, wait=True)
+      bring_back(folder)
       if not (record := read_record(folder, inputs)):
         with replacing(folder) as partial:
           record = {**inputs, **build(partial)}
@@ -305,20 +307,44 @@ def read_record(folder: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def replacing(folder: Path) -> Iterator[Path]:
   """Yields an empty folder to fill, which then replaces `folder`.
 
+  The old folder is removed last, so that one of them is whole at any time; see `bring_back`.
+
   Raises a `UserError` if `folder` has files but no `RECORD`, and so is not dpjax's.
   """
+  folder = Path(os.path.realpath(folder))  # A link stays.
+  bring_back(folder)
   if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
     raise UserError(
       f"{folder}: expected a folder that dpjax can replace, got one that holds something else; "
       "move it away"
     )
   partial = folder.with_name(folder.name + ".partial")
+  old = _replaced(folder)
   shutil.rmtree(partial, ignore_errors=True)
+  shutil.rmtree(old, ignore_errors=True)
   try:
     partial.mkdir(parents=True)
     yield partial
     if folder.exists():
-      shutil.rmtree(folder)
+      os.replace(folder, old)
     os.replace(partial, folder)
   finally:
+    bring_back(folder)
+    shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def bring_back(folder: Path) -> None:
+  """Puts back the old folder where a process was killed while it replaced it.
+
+  Raises:
+    OSError: it cannot be renamed.
+  """
+  old = _replaced(folder)
+  if old.is_dir() and not folder.exists():
+    os.replace(old, os.path.realpath(folder))
+
+
+def _replaced(folder: Path) -> Path:
+  """Where `replacing` keeps the old folder until the new one is in its place."""
+  return Path(f"{os.path.realpath(folder)}.replaced")

@@ -9,7 +9,10 @@ from typing import Any, cast
 
 
 def modules(package: str) -> Callable[[str], Any]:
-  """`__getattr__` of a package, whose modules need no import of their own: `dpjax.interop.hnet`."""
+  """Returns the `__getattr__` of a package that imports its modules at their first use.
+
+  Such a module is `dpjax.interop.hnet`.
+  """
 
   def get(name: str) -> Any:
     is_public = name.isidentifier() and not name.startswith("_")

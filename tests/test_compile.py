@@ -195,14 +195,14 @@ def test_segments_choose_the_length_of_a_middle_that_the_tokens_tell():
 @pytest.mark.parametrize(
   "changes, topology, expected",
   [
-    ({}, "v99", "--topology: expected one of v4, .*h200, cpu, as v5e:2x2 or h100:8, got v99"),
+    ({}, "v99", "--topology: expected one of v4, .*, cpu, here, such as v5e:2x2 or .*, got v99"),
     ({}, "h100", r"--topology: expected the compiler .*pip install 'dpjax\[gpu-compile\]'"),
     ({"vocab_size": 0}, "cpu", "model.vocab_size: expected the size of the vocabulary, .* got 0"),
   ],
 )
 def test_wrong_input_is_refused(changes, topology, expected, monkeypatch):
   missing = SimpleNamespace(find_spec=lambda name: None)
-  monkeypatch.setattr(devices.importlib, "util", missing)
+  monkeypatch.setattr(devices, "importlib", SimpleNamespace(util=missing))
   with pytest.raises(UserError, match=expected):
     compilation.compile_steps(small(**changes), topology)
   with pytest.raises(UserError, match="^steps: .*got training; did you mean train"):

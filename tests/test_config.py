@@ -110,9 +110,9 @@ def wrong_values(setting: Setting):
     yield f"{setting.choices[0]}s", f"one of {', '.join(setting.choices)}"
   if setting.value_type is float:
     for value in (math.nan, math.inf, -math.inf, 1e39):
-      yield value, "a number of float32 that is finite"
+      yield value, "a finite number within the range of float32"
   if setting.value_type is int and setting.below is None:
-    yield 2**31, "an integer below 2**31"
+    yield 2**31, "an integer between -2**31 and 2**31"
 
 
 ALL = [(key, setting) for key, _, setting in dpjax.config.walk(pooled())]
@@ -208,6 +208,12 @@ def test_what_cannot_run_is_refused(settings, message):
   dpjax.config.check(before)
   with pytest.raises(ValueError, match=f"^{key}: {message}"):
     dpjax.config.check(config)
+
+
+@pytest.mark.parametrize("text", ["{[]: 1}", "-" * 50_000 + "1"])
+def test_a_word_that_python_cannot_read_is_refused(text):
+  with pytest.raises(dpjax.UserError, match="^data.x: expected a value of type tuple, got "):
+    Setting((0.5,)).parse("data.x", text)
 
 
 def test_numbers_beyond_every_float_are_refused():
@@ -317,7 +323,7 @@ def test_json_and_back_is_equal_and_what_is_missing_has_its_default():
     ({"model": {"mixer": []}}, r"model.mixer: expected a section .* got \[\]"),
     ({"model": {"mixer": [{"name": "we"}, {"a": 1}]}}, "model.mixer.1: expected one of"),
     ({"model": {"boundaries": ["fixed", "none"]}}, "model.boundaries: expected a section"),
-    ({"train": {"num_epochs": 10**400}}, "train.num_epochs: expected .* finite, got 1000"),
+    ({"train": {"num_epochs": 10**400}}, "train.num_epochs: expected a finite number .*, got 1000"),
   ],
 )
 def test_settings_that_cannot_be_read_are_refused(settings, message):

@@ -351,7 +351,7 @@ def test_paths_are_compared_by_where_they_lead(tmp_path, monkeypatch):
   config = dpjax.config.default()
   config.train.init_from = "./first"
   config.data.tokenizer.file = "hf://owner/name"  # not a file here
-  prepare.check_processes(config, pathlib.Path("run"))
+  prepare.check_settings_and_files(config, pathlib.Path("run"))
   place = os.path.realpath(tmp_path)
   assert compared[0]["workdir"] == os.path.join(place, "run")
   assert compared[1:] == [{"train.init_from": os.path.join(place, "first")}]
@@ -369,6 +369,17 @@ def test_what_one_process_does_not_have_is_not_compared(monkeypatch):
   gathered[1] = {}
   with pytest.raises(dpjax.UserError, match="got a = x in process 0 and none in process 1$"):
     processes.check_same({})
+
+
+@pytest.mark.slow
+def test_two_processes_plan_a_run_and_do_not_write_into_it(text, tmp_path):
+  config = helpers.small_config(text)
+  words = [("--dry_run",), ("--dry_run",)]
+  processes = start_two(config, tmp_path / "run", words)
+  printed = finish_all(processes)
+  assert [process.returncode for process in processes] == [0, 0], printed
+  assert all("one update takes" in text for text in printed), printed
+  assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

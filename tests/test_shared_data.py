@@ -83,7 +83,7 @@ def test_tokens_that_are_gone_are_made_again(config, text, tmp_path, again):
   # Not from another text, with which the run did not begin.
   shutil.rmtree(made.parent)
   helpers.write_text(text, seed=5)
-  message = f"^{made.parent}: expected the text, vocabulary .* of the run, got others"
+  message = f"^{made.parent}: expected its settings to give the run's text, .*, got different ones"
   with pytest.raises(UserError, match=message):
     again(config, folder)
 
@@ -96,9 +96,53 @@ def test_another_process_makes_the_tokens_of_a_run_from_the_same_text(
   helpers.write_text(text, seed=5)
   # As if it were the second one, which sees another text than the first.
   monkeypatch.setattr(processes, "on_first_process", lambda work: None)
-  message = f"^{made}: expected the text, vocabulary .* of the run, got others"
+  message = f"^{made}: expected its settings to give the run's text, .*, got different ones"
   with pytest.raises(UserError, match=message):
     find_again(config, tmp_path / "data")
+
+
+def test_tokens_that_one_process_lacks_are_made_again_by_all(config, tmp_path, monkeypatch):
+  data = prepare.prepare_tokens(config, tmp_path / "data")
+  asked = []
+  monkeypatch.setattr(processes, "have_same", lambda value: asked.append(value))
+  monkeypatch.setattr(prepare, "_make_again", lambda *_: "made again")
+  # As if another process lacked them.
+  assert prepare.find_tokens(config, data) == "made again" and asked == ["True"]
+
+
+@pytest.mark.parametrize("start", [prepare.open_data, prepare.find_or_make_tokens])
+def test_what_keeps_one_process_from_starting_is_told_to_all(config, tmp_path, monkeypatch, start):
+  told = []
+
+  def on_every_process(work):
+    try:
+      return work()
+    except UserError as error:
+      told.append(error)
+      raise
+
+  monkeypatch.setattr(processes, "on_every_process", on_every_process)
+  config.train.init_from = str(tmp_path)
+  message = "^train.init_from: expected the folder of a run"
+  with pytest.raises(UserError, match=message) as raised:
+    start(config, tmp_path / "run")
+  assert told == [raised.value]
+
+
+def test_one_process_looks_for_its_tokens_once(config, tmp_path, monkeypatch):
+  calls = []
+  make = prepare._make_tokens
+  monkeypatch.setattr(prepare, "_make_tokens", lambda *x: calls.append(x) or make(*x))
+  prepare.find_or_make_tokens(config, tmp_path / "run").check()
+  assert len(calls) == 1
+
+
+def test_the_data_of_a_run_come_back_after_a_kill(config, tmp_path, monkeypatch):
+  folder = tmp_path / "run" / "data"
+  prepare.prepare_tokens(config, folder)
+  folder.rename(tmp_path / "run" / "data.replaced")
+  monkeypatch.setattr(prepare, "_make_tokens", lambda *_: 1 / 0)
+  prepare.prepare_tokens(config, folder).check()
 
 
 def test_tokens_are_found_where_run_or_data_have_moved(config, tmp_path):
@@ -229,6 +273,26 @@ def test_a_run_takes_tokens_made_elsewhere(text, tmp_path, variant):
     prepare.prepare_tokens(config, tmp_path / "d" / "data")
 
 
+def test_tokens_made_elsewhere_keep_the_order_of_their_sources(config, text, tmp_path):
+  helpers.write_text(tmp_path / "other.txt", seed=5)
+  config.train.sampling = "random_windows"
+  config.data.path = ""
+  config.data.mixture = f"{text}=3,{tmp_path}/other.txt=1"
+  made = prepare.prepare_tokens(config, tmp_path / "a" / "data")
+  config.data.path = str(shutil.copytree(made.folder, tmp_path / "ready"))
+  for i, mixture in enumerate(("text=1,b/other.txt.gz=9", "c/text.txt=2,d/*=1")):
+    config.data.mixture = mixture
+    assert prepare.prepare_tokens(config, tmp_path / str(i) / "data").counts == made.counts
+  for names in (["other.txt", "text.txt"], ["text.txt"], ["text.txt", "python_manual"]):
+    config.data.mixture = ",".join(f"{name}=1" for name in names)
+    message = (
+      f"^data.mixture: expected the sources text, other, in this order, as in the tokens of "
+      f"{tmp_path}/ready, got {', '.join(names)}$"
+    )
+    with pytest.raises(UserError, match=message):
+      prepare.prepare_tokens(config, tmp_path / "wrong" / "data")
+
+
 def test_another_unigram_model_makes_no_tokens_of_a_run(text, tmp_path):
   config = helpers.pooled_config(text, "unigram")
   file = tmp_path / "unigram.model"
@@ -237,7 +301,7 @@ def test_another_unigram_model_makes_no_tokens_of_a_run(text, tmp_path):
   folder = tmp_path / "run" / "data"
   shutil.rmtree(prepare.prepare_tokens(config, folder).folder)
   file.write_bytes(train_unigram([text.read_text()], 31))
-  with pytest.raises(UserError, match="expected the text, vocabulary and Unigram model of the run"):
+  with pytest.raises(UserError, match="text, vocabulary and Unigram model, got different ones"):
     find_again(config, folder)
 
 

@@ -168,6 +168,14 @@ APART = helpers.cases(r"""
   data.path={root}/texts/**                 | texts/run | False
   data.path={root}/texts/**/*.jsonl         | texts/a/b | False
   data.path={root}/texts/**/*.txt           | texts/a/b | True
+  data.path={root}/*/**/*.jsonl             | texts/run | False
+  data.path={root}/*/**/*.jsonl             | run       | False
+  data.path={root}/**/texts/*.jsonl         | run       | True
+  data.path={root}/**/texts/*.jsonl         | a/texts   | False
+  data.path={root}/**/a/**/*.jsonl          | texts/a/b | False
+  data.path={root}/**/a/**/*.jsonl          | texts/b   | True
+  data.path={root}/**/*.jsonl               | .runs/a   | True
+  data.path={root}/**/.runs/*/*.jsonl       | .runs/a   | False
   data.path={root}/texts                    | texts/run | True
   data.path={root}/texts/*.txt              | texts     | True
   data.path={root}/texts/0.txt              | texts     | True
@@ -192,7 +200,7 @@ def test_a_run_does_not_write_among_its_texts(setting, workdir, is_apart, text, 
   refused = contextlib.nullcontext()
   if is_apart == "False":
     refused = pytest.raises(
-      UserError, match=f"^workdir: expected .* {tmp_path}/{workdir}, .* {key} "
+      UserError, match=f"^workdir: expected .* {tmp_path}/{workdir}: .* the texts of {key}, "
     )
   with refused:
     prepare.check_apart(config.data, tmp_path / workdir)

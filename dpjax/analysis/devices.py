@@ -104,12 +104,13 @@ def find(topology: str) -> tuple[Device, list]:
     from dpjax.training import sharding
 
     local = jax.local_devices(backend="cpu" if topology == "cpu" else None)
-    # A process knows the memory of its own devices alone.
+    # A process can query only the memory of its own devices.
     memory = (local[0].memory_stats() or {}).get("bytes_limit") or sharding.machine_memory()
     return Device(local[0].platform, memory), local[:1] if topology == "cpu" else jax.devices()
   if name not in DEVICES:
-    names = ", ".join((*DEVICES, "cpu"))
-    raise UserError(f"--topology: expected one of {names}, as v5e:2x2 or h100:8, got {topology}")
+    names = ", ".join((*DEVICES, "cpu", "here"))
+    expected = f"expected one of {names}, such as v5e:2x2 or h100:8"
+    raise UserError(f"--topology: {expected}, got {topology}")
   device = DEVICES[name]
   modules = {"tpu": ("libtpu",), "cuda": ("jax_cuda13_plugin", "jax_cuda12_plugin")}
   if not any(map(importlib.util.find_spec, modules[device.platform])):

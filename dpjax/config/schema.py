@@ -210,8 +210,8 @@ class Data:
   )
   mixture: str = setting(
     "",
-    "several corpora, SOURCE=WEIGHT,SOURCE=WEIGHT, by name or path; overrides data.path. Each "
-    "gets its share of the rows; requires train.sampling = random_windows",
+    "several corpora, SOURCE=WEIGHT,SOURCE=WEIGHT, by name or path; overrides a data.path without "
+    "tokens. Each gets its share of the rows; requires train.sampling = random_windows",
   )
   data_dir: str = setting(
     "data",

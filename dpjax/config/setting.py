@@ -95,14 +95,15 @@ class Setting(Generic[T]):
       return value
     if self.value_type is float and _is_number(value):
       if not abs(value) <= MAX_FLOAT:
-        raise UserError(f"{key}: expected a number of float32 that is finite, got {value}")
+        expected = "expected a finite number within the range of float32"
+        raise UserError(f"{key}: {expected}, got {value}")
       self._check_limits(key, value)
       return float(value)
     if type(value) is not self.value_type:
       raise self._wrong_type(key, repr(value))
     if self.value_type is int:
       if self.below is None and not abs(value) < 2**31:
-        raise UserError(f"{key}: expected an integer below 2**31, got {value}")
+        raise UserError(f"{key}: expected an integer between -2**31 and 2**31, got {value}")
       self._check_limits(key, value)
     return value
 
@@ -132,7 +133,8 @@ class Setting(Generic[T]):
         value = as_tuple(ast.literal_eval(text))
         return value if isinstance(value, tuple) else (value,)
       return self.value_type(text)
-    except (ValueError, SyntaxError, KeyError) as error:
+    # The last three are those of `literal_eval`, of a key without a hash or of deep nesting.
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError, MemoryError) as error:
       if self.value_type is not tuple and ("," in text or ";" in text):
         text = f"{text} (dpjax sweep trains a run for each of several values)"
       raise self._wrong_type(key, text) from error
@@ -150,7 +152,7 @@ def _is_number(value: object) -> bool:
 
 
 class TypedSection(ConfigDict):
-  """A `ConfigDict` that raises a `UserError` if a value has another type than the one before."""
+  """A `ConfigDict` that raises a `UserError` if a new value has another type than the old one."""
 
   def __setitem__(self, key, value):
     try:
@@ -160,6 +162,7 @@ class TypedSection(ConfigDict):
       expected = "a section" if is_section else f"a value of type {type(self[key]).__name__}"
       raise UserError(f"{key}: expected {expected}, got {value!r:.60}") from error
 
+  # That of ConfigDict is False with a plain ConfigDict on the right, which is no subclass of this.
   def __eq__(self, other):
     return isinstance(other, ConfigDict) and ConfigDict.__eq__(other, self)
 

@@ -73,8 +73,10 @@ def load_corpus(source: str | Path | Data = "", **settings: str | Path | bool | 
       Without a path, `name` is "python_manual", the language manual that comes with Python, or
       another name of `dpjax data list`, hf:OWNER/NAME or tfds:NAME.
       With a `mixture`, each split joins those of all sources.
-      Of `split_fractions`, in bytes, train takes the rounding error. If documents are known, no
-      document is cut, and each split has at least one.
+      Of `split_fractions`, in bytes, train takes the rounding error. Documents of .jsonl, .parquet
+      and folders are not cut, and each split has at least one. A text with a `separator` is cut at
+      line ends, perhaps within a document.
+      Folders and patterns leave out the files that dpjax keeps in `data_dir`.
 
   Raises:
     UserError: `data.<setting>: expected ..., got ...`: a text that is missing, empty, too short
@@ -140,9 +142,10 @@ def _open(data: Data) -> Corpus:
     if isinstance(text, TextFile)
   }
   if len([*itertools.islice(splits["train"].find_marks(), 2)]) < 2:
+    missing = f"line {data.separator!r}" if data.path else repr(marks)
     raise UserError(
       "data.isolate_documents, data.separator: expected a text with marks between documents, got "
-      f"{corpus.name}, in which no {marks!r} is found"
+      f"{corpus.name}, in which no {missing} is found"
     )
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
@@ -154,8 +157,9 @@ def _open_path(data: Data) -> Corpus:
   ids = []
   about: JsonObject = {"files": ids}
   try:
-    by_split = _find_files(path, Path(data.data_dir, "texts"))
+    by_split = _find_files(path, data.data_dir)
     for split, paths in by_split.items():
+      # In a folder, each file is a document, except train.txt, valid.txt and test.txt.
       are_documents = path.is_dir() and (not split or paths[0].parent != path)
       texts[split], each = _open_files(paths, data, are_documents=are_documents)
       ids += each.pop("files")
@@ -203,14 +207,14 @@ def _corpus_name(paths: Sequence[Path]) -> str:
   return Path(paths[0].stem).stem if _is_compressed(paths[0]) else paths[0].stem
 
 
-def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
+def _find_files(path: Path, data_dir: str | Path) -> dict[str, list[Path]]:
   """The files of each split, or, under the key "", those of one text to cut."""
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
       matches = glob.glob(str(path), recursive=True)
-      paths = sorted(Path(x) for x in matches if not os.path.isdir(x))
-      if not paths:
+      found = [Path(x) for x in matches if not os.path.isdir(x)]
+      if not (paths := _without_own(found, path, data_dir)):
         raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
     return {"": paths}
   by_split = {}
@@ -218,10 +222,10 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
     if file := _find_split(path, split, (".txt", *readers.RECORDS)):
       by_split[split] = [file]
     elif folder := next((path / x for x in _stems(split) if (path / x).is_dir()), None):
-      if not (paths := _text_files(folder, texts)):
+      if not (paths := _text_files(folder, data_dir)):
         raise UserError(f"data.path: expected .txt files, each a document, got none in {folder}")
       by_split[split] = paths
-  if not by_split and (paths := _text_files(path, texts)):
+  if not by_split and (paths := _text_files(path, data_dir)):
     return {"": paths}
   for split in SPLITS:
     if split not in by_split:
@@ -232,8 +236,8 @@ def _find_files(path: Path, texts: Path) -> dict[str, list[Path]]:
   return by_split
 
 
-def _text_files(folder: Path, texts: Path) -> list[Path]:
-  """The .txt files in a folder, except those that dpjax writes to `texts`.
+def _text_files(folder: Path, data_dir: str | Path) -> list[Path]:
+  """The .txt files in a folder, except those that dpjax keeps in data_dir.
 
   What is neither a file nor a folder, such as a pipe, is among them, so that it is refused; but not
   the links with which Emacs locks a file, .#NAME.
@@ -241,11 +245,23 @@ def _text_files(folder: Path, texts: Path) -> list[Path]:
   endings = (".txt", *(f".txt{suffix}" for suffix in readers.COMPRESSED))
   if folder.resolve().parent == folder.resolve():
     raise UserError(f"data.path: expected a folder of documents, got {folder}, that of all files")
-  written = texts.resolve()
   paths = (x for x in folder.rglob("*.txt*") if x.name.endswith(endings) and not x.is_dir())
-  return sorted(
-    x for x in paths if written not in x.resolve().parents and not x.name.startswith(".#")
-  )
+  return _without_own([x for x in paths if not x.name.startswith(".#")], folder, data_dir)
+
+
+def _without_own(paths: Sequence[Path], place: Path, data_dir: str | Path) -> list[Path]:
+  """The files found at a place, sorted, except those that dpjax keeps in data_dir.
+
+  Otherwise the next start would read them as further texts. Where the place itself is in such a
+  folder, the user means its files.
+  """
+  kept = [Path(data_dir, name).resolve() for name in ("downloads", "manual", "texts", "tokens")]
+  kept = [folder for folder in kept if not place.resolve().is_relative_to(folder)]
+  is_own = {
+    folder: any(folder.resolve().is_relative_to(x) for x in kept)
+    for folder in {path.parent for path in paths}
+  }
+  return sorted(path for path in paths if not is_own[path.parent])
 
 
 def _open_files(
@@ -257,7 +273,8 @@ def _open_files(
     names = ", ".join([file_type, *others])
     raise UserError(f"data.path: expected files of one type, got {names}")
   for path in paths:
-    if path.stat() and not path.is_file():
+    path.stat()  # raises if it is missing
+    if not path.is_file():
       expected = "expected a readable text file or folder"
       raise UserError(f"data.path: {expected}, got {path} (not a regular file)")
   ids = identify(paths)
@@ -291,11 +308,11 @@ def find_texts(data: Data) -> list[Path]:
   paths += [source for source in parse(data.mixture) if not is_name(source)]
   texts = []
   try:
-    for path in map(Path, paths):
+    for path in [Path(os.path.expanduser(x)) for x in paths]:
       if (path / "train.bin").is_file():
         texts.append(path / files.RECORD)
       else:
-        by_split = _find_files(path, Path(data.data_dir, "texts"))
+        by_split = _find_files(path, data.data_dir)
         texts += itertools.chain.from_iterable(by_split.values())
     return texts if all(path.is_file() for path in texts) else []
   except (OSError, UserError):
@@ -303,7 +320,7 @@ def find_texts(data: Data) -> list[Path]:
 
 
 def identify(paths: Sequence[Path]) -> list[list]:
-  """Where files are, their sizes and times: the same again if none was changed."""
+  """The paths, sizes and modification times of files, which stay equal while no file changes."""
   return [[str(x.resolve()), x.stat().st_size, x.stat().st_mtime_ns] for x in paths]
 
 
@@ -375,6 +392,21 @@ def is_name(source: str) -> bool:
   return source in SOURCES or source.startswith(tuple(remote.PREFIXES))
 
 
+def may_be_named(source: str, name: str) -> bool:
+  """Whether a source of a mixture may give a corpus of this name; its files may be missing."""
+  if is_name(source):
+    return name == _folder_name(source)
+  if glob.has_magic(source):  # The files that it matches give the name.
+    return True
+  path = Path(os.path.expanduser(source))
+  return name in (path.name, _corpus_name([path]))
+
+
+def _folder_name(name: str) -> str:
+  """The folder of a named corpus in data_dir/texts."""
+  return re.sub(r"[^\w.-]", "_", name)
+
+
 def read_source(name: str, all_files: Files) -> Iterator[tuple[str, str]]:
   """The pieces of a named corpus.
 
@@ -398,7 +430,7 @@ def _open_name(data: Data) -> Corpus:
   name = data.name
   source = find_source(name)
   all_files = Files(data.data_dir, data.manual_dir)
-  folder = all_files.texts / re.sub(r"[^\w.-]", "_", name)
+  folder = all_files.texts / _folder_name(name)
   are_documents = source.yields_documents
   about: JsonObject = {"name": name, "version": source.version, "are_documents": are_documents}
 

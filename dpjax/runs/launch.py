@@ -69,7 +69,7 @@ def train(
     dpjax.errors.Interrupted: a signal or `should_stop` stopped training after a checkpoint.
   """
   workdir = Path(os.path.expanduser(workdir))
-  prepare.check_processes(config, workdir)
+  prepare.check_settings_and_files(config, workdir)
   settings = sections.expand_paths(config)
   rules.check(settings)
   for key, names in rules.idle_mixers(settings.model).items():

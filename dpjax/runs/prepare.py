@@ -1,8 +1,10 @@
 """The tokens of a run: found in data_dir, where all runs share them, or made there."""
 
+import fnmatch
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -21,14 +23,15 @@ from dpjax.text.boundaries import TextBoundaries
 from dpjax.text.characters import BytesWithEnds
 from dpjax.text.tokenizer import Tokenizer, load_tokenizer
 
-# Paths that may lead elsewhere in another process: the first process prepares what is in them.
+# Paths that may lead to different folders in different processes; the first process prepares their
+# contents.
 _LOCAL_PATHS = ("data.path", "data.data_dir", "data.manual_dir")
 
 
 def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
   """Makes the folder of a run and its tokens, as `train` does first."""
   workdir = Path(os.path.expanduser(workdir))
-  check_processes(config, workdir)
+  check_settings_and_files(config, workdir)
   config = sections.expand_paths(config)
   rules.check(config)
   with run_files.lock(workdir):
@@ -37,7 +40,7 @@ def tokenize_only(config: ConfigDict, workdir: str | Path) -> Tokens:
   return data
 
 
-def check_processes(config: ConfigDict, workdir: Path) -> None:
+def check_settings_and_files(config: ConfigDict, workdir: Path) -> None:
   """Raises a `UserError` in every process unless all have the same settings, folder and text."""
   check_settings(config, workdir)
   if jax.process_count() > 1:
@@ -51,7 +54,11 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 
 def _check_files(config: ConfigDict) -> None:
-  """Raises a `UserError` in every process unless paths lead to the same, and texts are equal."""
+  """Compares the processes' files.
+
+  Raises a `UserError` in every process unless all paths lead to the same files and all texts are
+  equal.
+  """
   real_paths = {
     key: os.path.realpath(value)
     for key, value, setting in sections.walk(config)
@@ -74,7 +81,8 @@ def open_data(config: ConfigDict, workdir: Path) -> Tokens:
   Raises:
     UserError: the run has other settings, a setting names no run, or as for `prepare_tokens`.
   """
-  return prepare_tokens(config, workdir / "data", fresh=_is_fresh(config, workdir))
+  begins = processes.on_every_process(lambda: _check_start(config, workdir))
+  return prepare_tokens(config, workdir / "data", fresh=begins)
 
 
 def find_or_make_tokens(config: ConfigDict, workdir: str | Path) -> Tokens:
@@ -84,45 +92,48 @@ def find_or_make_tokens(config: ConfigDict, workdir: str | Path) -> Tokens:
     UserError: as for `train`, as far as its folder and its tokens go.
   """
   workdir = Path(os.path.expanduser(workdir))
-  check_processes(config, workdir)
+  check_settings_and_files(config, workdir)
   config = sections.expand_paths(config)
   rules.check(config)
   run_files.check_workdir(workdir)
   folder = workdir / "data"
-  if not _is_fresh(config, workdir) and folder.exists():
-    return find_tokens(config, read_tokens(config, folder))
-  processes.on_first_process(lambda: _make_tokens(config))
-  return processes.on_every_process(lambda: _make_tokens(config))
+  begins = processes.on_every_process(lambda: _check_start(config, workdir))
+  has_tokens = not begins and folder.exists()
+  processes.check_same({f"the tokens of the run in {workdir}": "some" if has_tokens else "none"})
+  if has_tokens:
+    return find_tokens(config, processes.on_every_process(lambda: read_tokens(config, folder)))
+  return processes.first_then_all(lambda: _make_tokens(config))
 
 
-def _is_fresh(config: ConfigDict, workdir: Path) -> bool:
-  """Whether a run begins in a folder, whose tokens, if any, may be from other settings.
+def _check_start(config: ConfigDict, workdir: Path) -> bool:
+  """Returns whether a run begins in a folder, whose tokens, if any, may be from other settings.
 
-  Raises a `UserError` if the run that is there has other settings, or a setting names no run.
+  Raises a `UserError` if the run that is there has other settings, a setting names no run, data_dir
+  is an address or in the run's data/, or as for `check_apart`.
   """
   resumes = run_files.resumes(workdir, config)
   runs = {"train.init_from": config.train.init_from}
   if run_files.needs_run(config):
     runs["model.boundaries.run"] = config.model.boundaries.run
-  for key, folder in runs.items():
-    if folder and not resumes and not run_files.is_run(run_files.find(folder)):
-      raise UserError(f"{key}: expected the folder of a run, got {folder}")
+  for key, address in runs.items():
+    if address and not resumes and not run_files.is_run(run_files.find(address)):
+      raise UserError(f"{key}: expected the folder of a run, got {address}")
   files.check_local("data.data_dir", config.data.data_dir)
-  folder = (workdir / "data").resolve()
+  own_data = (workdir / "data").resolve()
   data_dir = Path(config.data.data_dir).resolve()
-  if data_dir.is_relative_to(folder):
-    raise UserError(f"data.data_dir: expected a folder outside of {folder}, got {data_dir}")
-  is_fresh = not (resumes and run_files.has_saved(workdir))
-  if is_fresh:
+  if data_dir.is_relative_to(own_data):
+    raise UserError(f"data.data_dir: expected a folder outside of {own_data}, got {data_dir}")
+  begins = not (resumes and run_files.has_saved(workdir))
+  if begins:
     check_apart(config.data, workdir)
-  return is_fresh
+  return begins
 
 
 def check_apart(data: ConfigDict, workdir: Path) -> None:
-  """Raises a `UserError` if a run would write among its texts.
+  """Raises a `UserError` if a run would write among its own texts.
 
-  These are folders that are the run's own, patterns that also match its files, which the next start
-  would read as texts, and what lies where it keeps its data.
+  They are the run's folder or lie in its data/, or a pattern also matches files that the run
+  writes, which the next start would read as texts.
   """
   texts = {data.path: "data.path"} if data.path else {}
   if data.mixture:
@@ -130,21 +141,29 @@ def check_apart(data: ConfigDict, workdir: Path) -> None:
   run = Path(os.path.realpath(workdir))
   written = [run / name for name in run_files.ALWAYS_WRITTEN]
   for text, key in texts.items():
-    path = os.path.realpath(os.path.expanduser(text))
-    is_inside = Path(path) == run or Path(path).is_relative_to(run / "data")
-    if is_inside or any(_matches(each, path) for each in written):
+    path = Path(os.path.realpath(os.path.expanduser(text)))
+    is_inside = path == run or path.is_relative_to(run / "data")
+    if is_inside or any(_matches(each.parts, path.parts) for each in written):
       raise UserError(
-        f"workdir: expected a folder of its own, got {workdir}, where {key} has texts, {text}, "
-        "among which the run would write its files"
+        f"workdir: expected a folder of its own, got {workdir}: the run would write its files "
+        f"among the texts of {key}, {text}"
       )
 
 
-def _matches(path: Path, pattern: str) -> bool:
-  """Whether a path matches a pattern, in which ** matches any folders."""
-  root, folders, rest = pattern.partition("**")
-  if folders:
-    return path.is_relative_to(root) and path.match(os.path.basename(rest) or "*")
-  return path.match(pattern)
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+  """Whether `glob` finds the path with these parts by a pattern's parts; ** is any folders.
+
+  ("a", "b", "c.txt"), ("a", "**", "*.txt")  ->  True
+  """
+  if not pattern:
+    return not parts
+  if pattern[0] == "**" and _matches(parts, pattern[1:]):
+    return True
+  if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+    return False
+  if pattern[0] == "**":
+    return _matches(parts[1:], pattern)
+  return fnmatch.fnmatch(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> Tokens:
@@ -159,6 +178,7 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
   """
 
   def prepare() -> None:
+    files.bring_back(folder)
     if fresh or not folder.exists():
       data = _make_tokens(config)
     else:
@@ -184,15 +204,18 @@ def prepare_tokens(config: ConfigDict, folder: Path, *, fresh: bool = False) -> 
 
 
 def find_tokens(config: ConfigDict, data: Tokens) -> Tokens:
-  """The tokens of a run; missing ones are recreated in data_dir."""
-  return data if data.has_tokens else _make_on_all_processes(config, data)
+  """The tokens of a run; missing ones are recreated in data_dir. All processes must call it."""
+  has_tokens = data.has_tokens
+  if processes.have_same(str(has_tokens)) and has_tokens:
+    return data
+  return processes.first_then_all(lambda: _make_again(config, data))
 
 
 def with_documents(config: ConfigDict, data: Tokens) -> Tokens:
   """The same corpus with its documents, in data_dir, made if missing."""
   config = config.copy_and_resolve_references()
   config.data.isolate_documents = True
-  return _make_on_all_processes(config, data)
+  return processes.first_then_all(lambda: _make_again(config, data))
 
 
 def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
@@ -200,18 +223,13 @@ def read_tokens(config: ConfigDict, folder: Path) -> Tokens:
   boundaries = _text_boundaries(config)
   data = open_tokens(folder, config.data.data_dir, boundaries)
   if (data.boundaries is None) != (boundaries is None):
-    expected = "none of the text" if boundaries is None else "those of the text"
+    expected = "no boundaries" if boundaries is None else "boundaries"
+    got = "some" if boundaries is None else "none"
     raise UserError(
-      f"{folder / files.RECORD}: expected boundaries as in the run's settings, {expected}, got "
-      "the opposite"
+      f"{folder / files.RECORD}: expected {expected} of the text, as in the run's settings, got "
+      f"{got}"
     )
   return data
-
-
-def _make_on_all_processes(config: ConfigDict, before: Tokens) -> Tokens:
-  processes.on_first_process(lambda: _make_again(config, before))
-  # Each reads its own text.
-  return processes.on_every_process(lambda: _make_again(config, before))
 
 
 def _make_again(config: ConfigDict, before: Tokens) -> Tokens:
@@ -219,11 +237,11 @@ def _make_again(config: ConfigDict, before: Tokens) -> Tokens:
   try:
     data = _make_tokens(config, before.tokenizer)
   except UserError as error:
-    expected = f"{before.folder}: expected to make the tokens of a run again"
-    raise UserError(f"{expected}, got: {error}") from error
+    expected = "expected to be able to recreate the run's tokens"
+    raise UserError(f"{before.folder}: {expected}, got: {error}") from error
   if _identity(data) != _identity(before):
-    expected = f"{before.folder}: expected the text, vocabulary and Unigram model of the run"
-    raise UserError(f"{expected}, got others with its settings")
+    expected = "expected its settings to give the run's text, vocabulary and Unigram model"
+    raise UserError(f"{before.folder}: {expected}, got different ones")
   return data
 
 
@@ -276,11 +294,7 @@ def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
     ),
   }
   if data.mixture:  # Without one, the tokens of a mixture are one text.
-    num_sources = len(ready.counts["train"].get("sources", []))
-    pairs["data.mixture"] = (
-      f"{num_sources} sources",
-      f"{len(mixture.parse(data.mixture))} sources",
-    )
+    _check_sources([*mixture.parse(data.mixture)], origin, data.path)
   if tokenizer is None:
     for name, value in origin.get("tokenizer", {}).items():
       pairs[_tokenizer_key(name)] = (value, data.tokenizer.get(name))
@@ -290,6 +304,18 @@ def _open_ready(config: ConfigDict, tokenizer: Tokenizer | None) -> Tokens:
     if json.dumps(expected) != json.dumps(got):
       raise UserError(f"{key}: expected {expected}, as in the tokens of {data.path}, got {got}")
   return ready
+
+
+def _check_sources(sources_given: Sequence[str], origin: files.JsonObject, path: str) -> None:
+  """Raises a `UserError` unless tokens are those of the sources given, in their order."""
+  names = [source["name"] for source in origin.get("corpus", {}).get("sources", [])]
+  are_same = len(names) == len(sources_given)
+  if not are_same or not all(map(sources.may_be_named, sources_given, names)):
+    expected = f"the sources {', '.join(names)}, in this order" if names else "none"
+    raise UserError(
+      f"data.mixture: expected {expected}, as in the tokens of {path}, got "
+      f"{', '.join(sources_given)}"
+    )
 
 
 def _describe_boundaries(key: object) -> str:
@@ -319,11 +345,11 @@ def _loaded_tokenizer(config: ConfigDict, run_tokenizer: Tokenizer | None) -> To
   # U+0378 is unassigned, so that no vocabulary has it.
   if run_tokenizer is None and tokenizer.unknown_id is None and not len(tokenizer.encode("\u0378")):
     expected = "expected a tokenizer with bytes or an unknown token"
-    raise UserError(f"{key}: {expected}, got {source}, whose drops what it does not know")
+    raise UserError(f"{key}: {expected}, got {source}, whose tokenizer drops unknown characters")
   fields = {**tokenizer.fields(), "name": tokenizer.name}
   for name in ("name", "lower_text", "lower_pieces"):
     value = config.data.tokenizer.get(name)
-    # A default may not be the user's choice.
+    # A default value may not have been the user's choice.
     if value not in (None, "characters", False, fields.get(name)):
       expected = f"expected {fields.get(name, False)}, as in the tokenizer of {source}"
       raise UserError(f"{_tokenizer_key(name)}: {expected}, got {value}")

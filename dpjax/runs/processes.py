@@ -47,6 +47,16 @@ def on_every_process(work: Callable[[], Result]) -> Result:
   return results[0]
 
 
+def first_then_all(work: Callable[[], Result]) -> Result:
+  """Runs a function on the first process, and then on the others, which find what that made.
+
+  Returns the process's own result; all raise if the function fails on one.
+  """
+  results: list[Result] = []
+  on_first_process(lambda: results.append(work()))
+  return on_every_process(lambda: results[0] if results else work())
+
+
 def have_same(value: str) -> bool:
   """Whether all processes have the same value; all must call it."""
   digest = hashlib.sha256(value.encode()).hexdigest()

@@ -138,7 +138,7 @@ class Run:
     progress: bool = False,
     folder: str | Path | None = None,
   ) -> dict[str, float]:
-    """Scores a split of the run's corpus, every token once.
+    """Scores a split of the run's corpus, every token once. All processes must call it.
 
     Args:
       split: "train", "valid" or "test".
@@ -181,6 +181,8 @@ class Run:
 
   def tokens(self, split: str = "test") -> np.ndarray:
     """The tokens of a split of the run's corpus, [N]; recreates missing files.
+
+    All processes must call it.
 
     Raises:
       ValueError: the split does not exist, or its tokens have changed.

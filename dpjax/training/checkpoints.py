@@ -179,30 +179,46 @@ class Checkpoints(contextlib.AbstractContextManager):
     `abstract` has the shapes, dtypes and shardings of the state; for `origin` see `save`.
 
     Raises:
-      UserError: all are damaged, or one has a newer format, another origin or another model.
+      UserError: all are damaged, or one has a newer format, another origin or another model; or the
+        folder cannot be written.
       OSError: the file system could not read a checkpoint.
     """
     paths = self._list()
     if not paths:
       return None
     path, tree, meta = _read_first(paths, _fields(abstract), origin or {})
-    if self._keep and jax.process_index() == 0:
-      for damaged in paths[: paths.index(path)]:
-        damaged.rename(f"{damaged}.damaged-{time.time_ns()}")
     if self._keep:
-      self._remove_surplus(self._keep, meta)
+      self._clean(paths[: paths.index(path)], self._keep, meta)
     return TrainState(**tree), meta
+
+  def _clean(self, damaged: list[Path], keep: int, meta: Mapping) -> None:
+    """Renames damaged checkpoints and removes surplus ones, in the first process.
+
+    Raises a `UserError` in every process if it cannot.
+    """
+    error = None
+    if jax.process_index() == 0:
+      try:
+        for path in damaged:
+          path.rename(f"{path}.damaged-{time.time_ns()}")
+        self._remove_surplus(keep, meta)
+      except OSError as caught:
+        error = caught
+    # No process lists checkpoints that are being removed.
+    failed = max(_gather(0 if error is None else 1))
+    if error is not None:
+      raise not_writable("workdir", self._folder, error) from error
+    if failed:
+      raise UserError("workdir: process 0 could not rename checkpoints; see that process's log")
 
   def _remove_surplus(self, keep: int, meta: Mapping) -> None:
     """Removes what a killed process left: checkpoints beyond those to keep, and partial ones."""
-    if jax.process_index() == 0:
-      best = str(meta.get("best", {}).get("step"))
-      for path in find_complete(self._folder)[keep:]:
-        if path.name != best:
-          path.rename(f"{path}.orbax-checkpoint-tmp")  # A kill leaves no part of it to be read.
-      for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
-    _gather(0)  # No process lists checkpoints that are being removed.
+    best = str(meta.get("best", {}).get("step"))
+    for path in find_complete(self._folder)[keep:]:
+      if path.name != best:
+        path.rename(f"{path}.orbax-checkpoint-tmp")  # A kill leaves no part of it to be read.
+    for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+      shutil.rmtree(path, ignore_errors=True)
 
   def restore_step(
     self,
@@ -288,7 +304,9 @@ def _storable(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf if leaf.size else None, tree)
 
 
-def _read_first(paths: list[Path], target: dict, origin: Mapping[str, str]):
+def _read_first(
+  paths: list[Path], target: dict, origin: Mapping[str, str]
+) -> tuple[Path, dict, dict]:
   """The path, tree and meta of the first intact checkpoint, the same one in all processes."""
   for path in paths:
     stored = None
@@ -354,7 +372,7 @@ def _join(stored: _Stored, target: dict) -> dict:
   return jax.tree.unflatten(jax.tree.structure(target), joined)
 
 
-def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
+def _read(path: Path, target: dict, origin: Mapping[str, str]) -> _Stored:
   """The fields of a state in `target`, the meta and the saved fingerprints."""
   metadata = path / "meta" / "metadata"
   for file in path.rglob("*"):  # Orbax could wait for a pipe.
@@ -375,7 +393,8 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
       )
   registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _array_handler()))
   handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-  tree: Any = handler.metadata(path / "state").tree
+  state: Any = path / "state"  # Orbax declares a class of its own for paths.
+  tree: Any = handler.metadata(state).tree
   pairs = zip(jax.tree.leaves(tree), meta["fingerprints"], strict=True)
   # Only the order of the fields is that of the fingerprints.
   pairs = [(leaf, x) for leaf, x in pairs if leaf.name.partition(".")[0] in target]
@@ -394,13 +413,14 @@ def _read(path: Any, target: dict, origin: Mapping[str, str]) -> _Stored:
   for name, each in parts.items():
     x = expected[name]
     abstract[each[0]] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    for part in each if len(each) > 1 else ():
-      shape = saved[part].shape
-      abstract[part] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=_replicated(x.sharding))
+    if len(each) > 1:
+      for part in each:
+        shape = saved[part].shape
+        abstract[part] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=_replicated(x.sharding))
   tree = jax.tree.map(lambda leaf: abstract[leaf.name], tree)
   restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
   options = ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=True)
-  tree = handler.restore(path / "state", args=options)
+  tree = handler.restore(state, args=options)
   return _Stored(tree, parts, meta, sorted(fingerprint for _, fingerprint in pairs))
 
 

@@ -129,7 +129,11 @@ class Scorer:
     if not 1 <= window <= self.max_length:
       expected = f"expected 1 to model.max_length = {self.max_length}"
       raise UserError(f"eval.window: {expected}, got {window}")
-    return window, stride or min(self.settings.stride, window) or window
+    if not stride:
+      stride = min(self.settings.stride, window)
+    if not stride:
+      stride = window
+    return window, stride
 
   def score(
     self,

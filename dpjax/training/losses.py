@@ -259,7 +259,7 @@ class Objective:
     stages = output.stages
     if len(stages) != len(self.boundaries):
       raise UserError(
-        f"model.middle: expected the {len(stages)} stages of pooling of the model, got "
+        f"objective: expected boundaries for each of the model's {len(stages)} stages, got "
         f"{len(self.boundaries)}"
       )
     module, *inner_modules = self.boundaries
@@ -313,7 +313,8 @@ def add_sums(left: Mapping[str, jax.Array], right: Mapping[str, jax.Array]) -> d
 def _count_segments(module: Boundaries, stage: StageOutput, weights) -> dict[str, jax.Array]:
   is_real = _is_real(weights)
   boundaries = stage.boundaries.astype(jnp.float32)
-  segments_b = slots_b = jnp.sum(boundaries * is_real, axis=1)
+  segments_b = jnp.sum(boundaries * is_real, axis=1)
+  slots_b = segments_b
   if module.reader.num_null:
     slots_b = segments_b + _null_groups(stage, is_real)
   return {

@@ -293,10 +293,16 @@ def _find(
     if not jnp.issubdtype(array.dtype, jnp.inexact):
       continue
     # NumPy is slow with bfloat16, and would copy from an accelerator.
-    is_here = all(device.platform == "cpu" for device in array.devices())
-    is_here &= array.is_fully_addressable or array.is_fully_replicated
-    is_here &= array.dtype != jnp.bfloat16
-    if in_numpy(np.asarray(array)) if is_here else compiled(array):
+    suits_numpy = (
+      all(device.platform == "cpu" for device in array.devices())
+      and (array.is_fully_addressable or array.is_fully_replicated)
+      and array.dtype != jnp.bfloat16
+    )
+    if suits_numpy:
+      holds = in_numpy(np.asarray(array))
+    else:
+      holds = compiled(array)
+    if holds:
       return jax.tree_util.keystr(path, simple=True, separator=".")
   return None
 

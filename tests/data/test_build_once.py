@@ -1,6 +1,8 @@
 """Folders in data_dir: built once, complete, and again where they are not."""
 
 import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,42 @@ def test_a_folder_of_something_else_stays(tmp_path):
   with pytest.raises(UserError, match="text: expected a folder that dpjax can replace"):
     build_once(tmp_path / "text", {}, build([]))
   assert [path.name for path in (tmp_path / "text").iterdir()] == ["mine.txt"]
+
+
+def test_a_stop_while_a_folder_is_replaced_loses_nothing(tmp_path, monkeypatch):
+  target = tmp_path / "text"
+  old = tmp_path / "text.replaced"
+  build_once(target, {"version": 3}, build([]))
+  rename = os.replace
+
+  def replace(source, destination):
+    if Path(source).suffix == ".partial":
+      raise KeyboardInterrupt
+    rename(source, destination)
+
+  monkeypatch.setattr(os, "replace", replace)
+  with pytest.raises(KeyboardInterrupt):
+    build_once(target, {"version": 4}, build([]))
+  assert read_record(target, {"version": 3}) and not old.exists()
+  # A kill at the same time leaves both, and one after it the old folder beside the new one.
+  calls = []
+  target.rename(old)
+  build_once(target, {"version": 3}, build(calls))
+  assert not calls and not old.exists()
+  monkeypatch.undo()
+  shutil.copytree(target, old)
+  build_once(target, {"version": 4}, build(calls))
+  assert len(calls) == 1 and read_record(target, {"version": 4})
+  assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "text.lock"]
+
+
+def test_a_folder_that_is_a_link_stays_one(tmp_path):
+  target = tmp_path / "text"
+  (tmp_path / "elsewhere").mkdir()
+  target.symlink_to("elsewhere")
+  for version in (3, 4):
+    build_once(target, {"version": version}, build([]))
+    assert target.is_symlink() and read_record(tmp_path / "elsewhere", {"version": version})
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):

@@ -281,11 +281,20 @@ def test_a_compressed_parquet_file_is_named(tmp_path):
     helpers.load_corpus(path=path, data_dir=tmp_path / "data")
 
 
-def test_a_folder_with_data_dir_in_it_is_the_same_text_again(tmp_path):
-  for i in range(5):
-    (tmp_path / f"{i}.txt").write_text(f"text {i}\n")
-  first, again = (helpers.load_corpus(path=tmp_path, data_dir=tmp_path / "data") for _ in range(2))
-  assert first == again and joined(first)["train"] == "text 0\ntext 1\ntext 2\n"
+@pytest.mark.parametrize("place", [".", "**/*.txt"])
+def test_a_folder_with_data_dir_in_it_is_the_same_text_again(tmp_path, place):
+  data = tmp_path / "data"
+  for folder in (data / "downloads", data / "manual" / "x", tmp_path):
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(5):
+      (folder / f"{i}.txt").write_text(f"{folder.name} {i}\n")
+  kwargs = dict(data_dir=data, split_fractions=(0.5, 0.2, 0.3))
+  first, again = (helpers.load_corpus(path=tmp_path / place, **kwargs) for _ in range(2))
+  expected = "".join(f"{tmp_path.name} {i}\n" for i in range(5))
+  assert first == again and "".join(joined(first).values()) == expected
+  # Where the user names them, they are the text.
+  chosen = helpers.load_corpus(path=data / "manual" / place, **kwargs)
+  assert "".join(joined(chosen).values()) == "".join(f"x {i}\n" for i in range(5))
 
 
 def remove(name):
@@ -307,7 +316,7 @@ NO_FILE = r"^data.path: .*{} \(not a regular file\)"
     (replace("test.txt", Path.touch), dict(path="."), "^data.path: .*empty file .*test.txt"),
     (None, dict(path="valid.txt"), "^data.path: .*three splits, got 3 bytes"),
     (None, dict(path="few"), "^data.path: .*long enough for three splits, got 4 bytes in few"),
-    (None, dict(path="a.txt", separator="-- --"), "data.separator: expected a text with marks"),
+    (None, dict(path="a.txt", separator="-- --"), ".*got a, in which no line '-- --' is found"),
     (None, dict(path="a.txt"), JOINED.format("a")),
     (None, dict(), JOINED.format("python_manual")),
     (None, dict(path="a.txt", separator="--", text_field="b"), "^data.text_field: .* got 'b'"),
@@ -333,7 +342,9 @@ def test_refusals(tmp_path, monkeypatch, change, settings, message):
   assert "\n" not in str(error.value)
 
 
-def test_the_files_of_a_text_are_found(tmp_path):
+def test_the_files_of_a_text_are_found(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  monkeypatch.setenv("USERPROFILE", str(tmp_path))  # of Windows
   for name in ("a.txt", "b.txt", "split/train.txt", "split/valid.txt", "split/test.txt"):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(f"in {name}\n")
@@ -348,6 +359,7 @@ def test_the_files_of_a_text_are_found(tmp_path):
     (dict(path="split"), "split/train.txt split/valid.txt split/test.txt"),
     (dict(path="tokens"), "tokens/data.json"),
     (dict(mixture=mixture), "b.txt a.txt"),
+    (dict(mixture="~/b.txt=1"), "b.txt"),
     *((dict(path=name), "") for name in ("none.txt", "none*", "empty")),
   ]
   for settings, expected in cases:

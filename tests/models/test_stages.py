@@ -114,7 +114,7 @@ def test_the_loss_of_each_stage_is_a_mean_over_its_own(pooled):
   ends = np.asarray(inner.boundaries)[is_segment].sum()
   assert scores["shortening_factor_2"] == pytest.approx(segments.sum() / ends)
   for kinds in (build_boundaries(CONFIG)[:1], build_boundaries(CONFIG) * 2):
-    with pytest.raises(ValueError, match="^model.middle: expected the 2 stages .*, got [14]"):
+    with pytest.raises(ValueError, match="^objective: .* each of the model's 2 stages, got [14]"):
       losses.Objective(kinds).sums(output, batch)
 
 

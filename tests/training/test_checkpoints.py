@@ -176,6 +176,27 @@ def test_an_error_of_the_file_system_is_no_damage(folder, monkeypatch):
   assert restored_step(folder) == 7
 
 
+def test_an_error_of_the_first_process_ends_the_others(folder, monkeypatch):
+  (folder / "7/state/_METADATA").unlink()
+  gather = checkpoints._gather
+  gathered = []
+
+  def refuse(path, target):
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+  monkeypatch.setattr(Path, "rename", refuse)
+  monkeypatch.setattr(checkpoints, "_gather", lambda x: gathered.append(x) or gather(x))
+  message = "^workdir: expected a folder that can be written, got .* .Permission denied"
+  with pytest.raises(UserError, match=message), Checkpoints(folder, keep=2) as saved:
+    saved.restore(abstract())
+  assert gathered[-1] == 1
+  # Another process renames nothing, and hears of it.
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+  with pytest.raises(UserError, match="^workdir: process 0 could not rename checkpoints; see "):
+    monkeypatch.setattr(checkpoints, "_gather", lambda _: [1, 0])
+    Checkpoints(folder, keep=2)._clean([folder / "7"], 2, {})
+
+
 def test_the_checkpoint_of_another_model_is_refused(folder):
   vector, matrix = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((17,), (3, 5)))
   target = abstract(w=None, b=vector, v=matrix)
