@@ -111,3 +111,24 @@ def test_the_report_of_compiled_programs_keeps_the_link_that_it_is_written_throu
   monkeypatch.setattr(sys, "argv", words)
   compiled.main()
   assert link.is_symlink() and [*json.loads(file.read_text())] == ["earlier", "quickstart, h100"]
+
+
+@pytest.mark.slow
+def test_mixers_are_compared_on_books(text, tmp_path):
+  folder = tmp_path / "books"
+  folder.mkdir()
+  words = text.read_text()
+  for split in ("train", "valid", "test"):
+    (folder / f"{split}.txt").write_text(words)
+  out = tmp_path / "report"
+  command = [sys.executable, "benchmarks/books.py", f"--books={folder}", "--updates=5"]
+  command += [f"--workdir={tmp_path / 'runs'}", f"--out={out}", "--mixers=we"]
+  for _ in range(2):  # The second time, the runs are read.
+    done = subprocess.run(
+      command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert row["interval"] > 0 and len(row["bits_at_rates"]) == 3
+    assert f"| we | {row['parameters'] / 1e6:.2f}M |" in done.stdout
+  assert out.with_suffix(".png").exists()

@@ -1,0 +1,257 @@
+"""Compares mixers in today's Transformer on books, with equal parameters and equal tokens.
+
+  python benchmarks/books.py --books=FOLDER --workdir=runs/books --out=results/books_relatives
+
+FOLDER has train.txt, valid.txt and test.txt, with a line <|endofbook|> between two books. The model
+is `configs/modern_transformer.py:small`; the feed-forward width makes up for the parameters of the
+mixer. Each mixer is trained with seed 0 at three learning rates. The three mixers that are best by
+validation are then trained at their best rate with two more seeds. All runs with one seed see the
+same rows. The mixers of jax-linear-attention need `dpjax[relatives]`.
+
+Each run has one core. A run that has ended is not trained again, and one that was interrupted is
+resumed. The report has each run's scores; the figure, validation over updates at the best rate.
+"""
+
+import argparse
+import concurrent.futures as futures
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+
+import dpjax
+from dpjax import config
+from dpjax.analysis import curves, style
+from dpjax.config.setting import ConfigDict
+from dpjax.models.build import build_model, init_params
+
+ATTENTION = dict(name="attention", num_heads=4, use_bias=False, rotary_base=10_000.0)
+WE = dict(name="we")
+GATED_DELTANET = dict(name="gated_deltanet")
+# The mixers that take turns in the layers.
+MIXERS: dict[str, list[dict[str, Any]]] = {
+  "attention": [ATTENTION],
+  "dispatcher": [dict(name="dispatcher_multihead", num_heads=4)],
+  "we": [WE],
+  "he": [dict(name="he")],
+  "mamba2": [dict(name="mamba2")],
+  "gated_deltanet": [GATED_DELTANET],
+  "kda": [dict(name="kda")],
+  "log_linear_mamba2": [dict(name="log_linear_mamba2")],
+  "we x 3, attention": [WE, WE, WE, ATTENTION],
+  "gated_deltanet x 3, attention": [GATED_DELTANET, GATED_DELTANET, GATED_DELTANET, ATTENTION],
+}
+RATES = (0.002, 0.004, 0.008)
+SEEDS = (0, 1, 2)
+FINALISTS = 3  # mixers that are trained with all seeds
+T_QUANTILE = 4.303  # Student's t, 97.5%, 2 degrees of freedom: 3 seeds
+
+
+def sections(mixer: str) -> tuple[ConfigDict, ...]:
+  """`model.mixer`."""
+  return tuple(config.mixer(**settings) for settings in MIXERS[mixer])
+
+
+def settings(mixer: str, rate: float, seed: int, updates: int) -> ConfigDict:
+  """The configuration of a run, without its text."""
+  experiment = config.load("modern_transformer:small")
+  experiment.seed = seed
+  experiment.model.mixer = sections(mixer)
+  experiment.model.feed_forward_width = feed_forward_width(mixer)
+  experiment.data.separator = "<|endofbook|>"
+  train = experiment.train
+  train.update(dict(learning_rate=rate, num_steps=updates))
+  train.schedule.warmup_steps = min(100, updates // 2)
+  train.eval_every_steps = max(1, updates // 4)
+  experiment.eval.max_tokens = 100_000
+  experiment.sample.prompt = ""
+  return experiment
+
+
+def count_parameters(mixer: str, feed_forward: int) -> int:
+  """The number of parameters of the model with a mixer."""
+  model = config.load("modern_transformer:small").model
+  model.update(dict(mixer=sections(mixer), feed_forward_width=feed_forward, vocab_size=5000))
+  built = build_model(model)
+  params = jax.eval_shape(lambda key: init_params(built, key), jax.random.key(0))
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
+def feed_forward_width(mixer: str) -> int:
+  """The width with which the model has as many parameters as with attention, or nearly."""
+  width = config.load("modern_transformer:small").model.feed_forward_width
+  excess = count_parameters(mixer, width) - count_parameters("attention", width)
+  per_feature = count_parameters(mixer, width + 1) - count_parameters(mixer, width)
+  return width - round(excess / per_feature)
+
+
+def folder(workdir: Path, mixer: str, rate: float, seed: int) -> Path:
+  """A run's folder."""
+  return workdir / mixer.replace(", ", "_").replace(" ", "_") / f"{rate}" / f"seed_{seed}"
+
+
+def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> None:
+  """Trains a run, and writes its entry of the report into its folder."""
+  experiment = settings(mixer, rate, seed, arguments.updates)
+  experiment.data.path = str(arguments.books.resolve())
+  place = folder(arguments.workdir, mixer, rate, seed)
+  run, test = dpjax.train(experiment, place)
+  scores = curves.read_scores(place)
+  entry = {
+    "mixer": mixer,
+    "learning_rate": rate,
+    "seed": seed,
+    "feed_forward_width": experiment.model.feed_forward_width,
+    "parameters": sum(x.size for x in jax.tree.leaves(run.params)),
+    "tokens_per_second": statistics.median(scores["train/tokens_per_second"].values()),
+    "valid": scores["valid/bits_per_character"],
+    "test": {name: test[name] for name in ("bits_per_character", "perplexity")},
+  }
+  (place / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+
+
+def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, int]]) -> list[dict]:
+  """The entries of runs; those that have none yet are trained, one on each core."""
+  free: queue.SimpleQueue[int] = queue.SimpleQueue()
+  cores = sorted(os.sched_getaffinity(0))
+  for core in cores:
+    free.put(core)
+
+  def entry(run: tuple[str, float, int]) -> dict[str, Any]:
+    path = folder(arguments.workdir, *run) / "entry.json"
+    if not path.exists():
+      core = free.get()
+      command = [sys.executable, __file__, *sys.argv[1:]]
+      command += [f"--run={json.dumps(run)}", f"--core={core}"]
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with open(path.parent.parent / f"seed_{run[2]}.log", "wb") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+      free.put(core)
+    found = json.loads(path.read_text(encoding="utf-8"))
+    print(run, found["test"], flush=True)
+    return found
+
+  with futures.ThreadPoolExecutor(len(cores)) as pool:
+    return [*pool.map(entry, runs)]
+
+
+def last(entry: Mapping[str, Any]) -> float:
+  """The last validation of a run, bits per character."""
+  return [*entry["valid"].values()][-1]
+
+
+def rank(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+  """Each mixer's run with seed 0 at its best rate by validation, the best first."""
+  best: dict[str, Mapping[str, Any]] = {}
+  for entry in entries:
+    name = entry["mixer"]
+    if entry["seed"] == SEEDS[0] and (name not in best or last(entry) < last(best[name])):
+      best[name] = entry
+  return sorted(best.values(), key=last)
+
+
+def rows(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """A row of the table for each mixer, the best by validation first."""
+  found = []
+  for best in rank(entries):
+    mine = [x for x in entries if x["mixer"] == best["mixer"]]
+    repeated = [x for x in mine if x["learning_rate"] == best["learning_rate"]]
+    bits = [x["test"]["bits_per_character"] for x in repeated]
+    row = {name: best[name] for name in ("mixer", "parameters", "feed_forward_width")}
+    row["rate"] = best["learning_rate"]
+    row["bits_at_rates"] = {
+      str(x["learning_rate"]): x["test"]["bits_per_character"]
+      for x in mine
+      if x["seed"] == SEEDS[0]
+    }
+    row["bits_per_character"] = statistics.fmean(bits)
+    if len(bits) == len(SEEDS):
+      row["interval"] = T_QUANTILE * statistics.stdev(bits) / len(bits) ** 0.5
+    row["perplexity"] = statistics.fmean(x["test"]["perplexity"] for x in repeated)
+    row["tokens_per_second"] = statistics.median(x["tokens_per_second"] for x in mine)
+    found.append(row)
+  return found
+
+
+def table(report: Mapping[str, Any]) -> str:
+  """The rows as a Markdown table."""
+  heads = ["mixer", "parameters", *(f"bits at {rate}" for rate in RATES)]
+  heads += ["bits per character", "perplexity", "tokens a second"]
+  lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+  for row in report["rows"]:
+    bits = f"{row['bits_per_character']:.3f}"
+    if "interval" in row:
+      bits += f" ± {row['interval']:.3f}"
+    cells = [row["mixer"], f"{row['parameters'] / 1e6:.2f}M"]
+    cells += [f"{row['bits_at_rates'][str(rate)]:.3f}" for rate in RATES]
+    cells += [bits, f"{row['perplexity']:.1f}", f"{row['tokens_per_second']:,.0f}"]
+    lines.append(f"| {' | '.join(cells)} |")
+  return "\n".join(lines)
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+  """Validation over updates, each mixer at its best rate."""
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  with style.applied():
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for number, entry in enumerate(rank(report["runs"])):
+      updates = [int(update) for update in entry["valid"]]
+      line = "-" if number < 5 else "--"
+      axis.plot(updates, [*entry["valid"].values()], line, label=entry["mixer"])
+    axis.set_xlabel("updates")
+    axis.set_ylabel("bits per character, validation")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--books", type=Path, required=True, help="the folder of the texts")
+  parser.add_argument("--workdir", type=Path, required=True, help="a folder for the runs")
+  parser.add_argument("--out", type=Path, required=True, help="path of the report, without suffix")
+  parser.add_argument("--updates", type=int, default=500)
+  parser.add_argument("--mixers", default=";".join(MIXERS), help="; between them")
+  parser.add_argument("--run", help=argparse.SUPPRESS)
+  parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+  arguments = parser.parse_args()
+  if arguments.run:
+    os.sched_setaffinity(0, {arguments.core})
+    train(arguments, *json.loads(arguments.run))
+    return
+  mixers = arguments.mixers.split(";")
+  if unknown := [name for name in mixers if name not in MIXERS]:
+    parser.error(f"--mixers: expected some of {'; '.join(MIXERS)}, got {'; '.join(unknown)}")
+  entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
+  finalists = rank(entries)[:FINALISTS]
+  entries += train_all(
+    arguments, [(x["mixer"], x["learning_rate"], seed) for x in finalists for seed in SEEDS[1:]]
+  )
+  report = {
+    "command": " ".join(["python", *sys.orig_argv[1:]]),
+    "machine": harness.describe_machine(),
+    "updates": arguments.updates,
+    "rows": rows(entries),
+    "runs": entries,
+  }
+  arguments.out.parent.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(report, indent=2) + "\n"
+  arguments.out.with_suffix(".json").write_text(text, encoding="utf-8")
+  draw(report, arguments.out.with_suffix(".png"))
+  print(table(report))
+
+
+if __name__ == "__main__":
+  main()
