@@ -303,7 +303,11 @@ def test_a_record_that_contradicts_the_boundaries_is_refused(text, tmp_path, bou
   path = tmp_path / "data" / "data.json"
   content = json.loads(path.read_text())
   path.write_text(json.dumps({**content, "unigram": not content["unigram"]}))
-  with pytest.raises(dpjax.UserError, match=f"^{path}: expected boundaries as in the run's "):
+  said = {
+    "unigram": "expected boundaries of the text, as in the run's settings, got none",
+    "fixed": "expected no boundaries of the text, as in the run's settings, got some",
+  }
+  with pytest.raises(dpjax.UserError, match=f"^{path}: {said[boundaries]}"):
     prepare.read_tokens(config, tmp_path / "data")
 
 
