@@ -3,8 +3,8 @@
   dpjax compile --config=dispatcher_openwebtext --topology=v5e:4x4
   dpjax compile runs/mine --topology=h100:8 --config.train.param_sharding=fsdp
 
-A topology is v4, v5e, v5p or v6e with :SHAPE, such as v5e:2x2; a100, h100 or h200 with :COUNT; or cpu.
-A vocabulary that a run fits to its text comes from RUN, the folder of such a run, or from
+A topology is v4, v5e, v5p or v6e with :SHAPE, such as v5e:2x2; a100, h100 or h200 with :COUNT; or
+cpu. A vocabulary that a run fits to its text comes from RUN, the folder of such a run, or from
 --config.model.vocab_size=COUNT. A batch is rounded up to full rows on each device.
 TPUs need pip install 'dpjax[tpu-compile]', GPUs 'dpjax[gpu-compile]'. Memory, collectives and
 custom calls are the compiler's; those within a loop count once.
