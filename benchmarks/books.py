@@ -128,13 +128,16 @@ def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, in
   def entry(run: tuple[str, float, int]) -> dict[str, Any]:
     path = folder(arguments.workdir, *run) / "entry.json"
     if not path.exists():
+      path.parent.mkdir(parents=True, exist_ok=True)
+      log = path.parent.with_suffix(".log")
       core = free.get()
       command = [sys.executable, __file__, *sys.argv[1:]]
       command += [f"--run={json.dumps(run)}", f"--core={core}"]
-      path.parent.mkdir(parents=True, exist_ok=True)
-      with open(path.parent.parent / f"seed_{run[2]}.log", "wb") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+      with open(log, "wb") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
       free.put(core)
+      if done.returncode:
+        raise SystemExit(f"{run}: ended with status {done.returncode}; see {log}")
     found = json.loads(path.read_text(encoding="utf-8"))
     print(run, found["test"], flush=True)
     return found
@@ -234,6 +237,9 @@ def main() -> None:
   mixers = arguments.mixers.split(";")
   if unknown := [name for name in mixers if name not in MIXERS]:
     parser.error(f"--mixers: expected some of {'; '.join(MIXERS)}, got {'; '.join(unknown)}")
+  if not all((arguments.books / f"{split}.txt").is_file() for split in ("train", "valid", "test")):
+    got = arguments.books
+    parser.error(f"--books: expected a folder with train.txt, valid.txt and test.txt, got {got}")
   entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
   finalists = rank(entries)[:FINALISTS]
   entries += train_all(
