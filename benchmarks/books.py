@@ -71,6 +71,7 @@ def settings(mixer: str, rate: float, seed: int, updates: int) -> ConfigDict:
   train.update(dict(learning_rate=rate, num_steps=updates))
   train.schedule.warmup_steps = min(100, updates // 2)
   train.eval_every_steps = max(1, updates // 4)
+  train.log_every_steps = max(1, min(20, updates // 2))
   experiment.eval.max_tokens = 100_000
   experiment.sample.prompt = ""
   return experiment

@@ -148,7 +148,7 @@ def layers(quick: bool) -> Iterator[harness.Case]:
     with contextlib.ExitStack() as processes:
       for name, mixer in mixers().items():
         programs[name] = layer(section_of(mixer, quick), length, batch, width)
-      if length > num_tokens:
+      if length > num_tokens and not quick:
         programs["attention"] = programs[TORCH] = "takes minutes"
       else:
         programs[TORCH] = torch_layer(processes, length, batch, width)
