@@ -94,18 +94,19 @@ def feed_forward_width(mixer: str) -> int:
   return width - round(excess / per_feature)
 
 
-def folder(workdir: Path, mixer: str, rate: float, seed: int) -> Path:
-  """A run's folder."""
-  return workdir / mixer.replace(", ", "_").replace(" ", "_") / f"{rate}" / f"seed_{seed}"
+def folder(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> Path:
+  """A run's folder; runs of another length have others."""
+  name = mixer.replace(", ", "_").replace(" ", "_")
+  return arguments.workdir / f"{arguments.updates}_updates" / name / f"{rate}" / f"seed_{seed}"
 
 
 def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> None:
   """Trains a run, and writes its entry of the report into its folder."""
   experiment = settings(mixer, rate, seed, arguments.updates)
   experiment.data.path = str(arguments.books.resolve())
-  place = folder(arguments.workdir, mixer, rate, seed)
-  run, test = dpjax.train(experiment, place)
-  scores = curves.read_scores(place)
+  run_folder = folder(arguments, mixer, rate, seed)
+  run, test = dpjax.train(experiment, run_folder)
+  scores = curves.read_scores(run_folder)
   entry = {
     "mixer": mixer,
     "learning_rate": rate,
@@ -116,7 +117,7 @@ def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> 
     "valid": scores["valid/bits_per_character"],
     "test": {name: test[name] for name in ("bits_per_character", "perplexity")},
   }
-  (place / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+  (run_folder / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 
 def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, int]]) -> list[dict]:
@@ -127,7 +128,7 @@ def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, in
     free.put(core)
 
   def entry(run: tuple[str, float, int]) -> dict[str, Any]:
-    path = folder(arguments.workdir, *run) / "entry.json"
+    path = folder(arguments, *run) / "entry.json"
     if not path.exists():
       path.parent.mkdir(parents=True, exist_ok=True)
       log = path.parent.with_suffix(".log")

@@ -145,7 +145,7 @@ def _open(data: Data) -> Corpus:
     missing = f"line {data.separator!r}" if data.path else repr(marks)
     raise UserError(
       "data.isolate_documents, data.separator: expected a text with marks between documents, got "
-      f"{corpus.name}, in which no {missing} is found"
+      f"{corpus.name}, which has no {missing}"
     )
   return Corpus(corpus.name, splits, {**corpus.about, "documents": marks})
 
@@ -212,9 +212,8 @@ def _find_files(path: Path, data_dir: str | Path) -> dict[str, list[Path]]:
   if not path.is_dir():
     paths = [path]
     if not path.exists() and glob.has_magic(str(path)):
-      matches = glob.glob(str(path), recursive=True)
-      found = [Path(x) for x in matches if not os.path.isdir(x)]
-      if not (paths := _without_own(found, path, data_dir)):
+      matches = [Path(x) for x in glob.glob(str(path), recursive=True) if not os.path.isdir(x)]
+      if not (paths := _without_own(matches, path, data_dir)):
         raise UserError(f"data.path: expected files that match a pattern, got none for {path}")
     return {"": paths}
   by_split = {}
@@ -249,14 +248,14 @@ def _text_files(folder: Path, data_dir: str | Path) -> list[Path]:
   return _without_own([x for x in paths if not x.name.startswith(".#")], folder, data_dir)
 
 
-def _without_own(paths: Sequence[Path], place: Path, data_dir: str | Path) -> list[Path]:
-  """The files found at a place, sorted, except those that dpjax keeps in data_dir.
+def _without_own(paths: Sequence[Path], source: Path, data_dir: str | Path) -> list[Path]:
+  """The files of a folder or pattern, sorted, except those that dpjax keeps in data_dir.
 
-  Otherwise the next start would read them as further texts. Where the place itself is in such a
+  Otherwise the next start would read them as further texts. If the source itself is in such a
   folder, the user means its files.
   """
   kept = [Path(data_dir, name).resolve() for name in ("downloads", "manual", "texts", "tokens")]
-  kept = [folder for folder in kept if not place.resolve().is_relative_to(folder)]
+  kept = [folder for folder in kept if not source.resolve().is_relative_to(folder)]
   is_own = {
     folder: any(folder.resolve().is_relative_to(x) for x in kept)
     for folder in {path.parent for path in paths}

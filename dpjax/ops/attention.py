@@ -94,11 +94,7 @@ def causal_attention(
   if window is not None and arrays.integer("window", window) >= length:
     window = None
   reach_bt = _reach(length, document_starts, window)
-  if block_size is None:
-    sizes = _default_sizes(length, window, is_plain=reach_bt is None)
-  else:
-    sizes = {"default": arrays.integer("block_size", block_size)}
-  sizes = _even_sizes(sizes, length)
+  sizes = _tile_sizes(block_size, length, window, is_plain=reach_bt is None)
 
   def attend(size: int, queries, keys, values, reach_bt=reach_bt):
     if size:
@@ -162,11 +158,7 @@ def relative_attention(
   check_distances(positions, length)
   positions = positions[:length]
   reach_bt = _reach(length, document_starts, None)
-  if block_size is None:
-    sizes = _default_sizes(length, None, is_plain=False)
-  else:
-    sizes = {"default": arrays.integer("block_size", block_size)}
-  sizes = _even_sizes(sizes, length)
+  sizes = _tile_sizes(block_size, length, None, is_plain=False)
 
   def attend(size: int, queries, keys, values, *relative):
     if size:
@@ -309,8 +301,14 @@ def _reach(length: int, document_starts, window: int | None) -> jax.Array | None
   return jnp.minimum(reach_bt, window - 1)
 
 
-def _even_sizes(sizes: dict[str, int], length: int) -> dict[str, int]:
-  """Sizes with which as many tiles are of equal size; 0 instead of a single tile."""
+def _tile_sizes(
+  block_size: int | None, length: int, window: int | None, *, is_plain: bool
+) -> dict[str, int]:
+  """The size of tiles by platform, which divides rows evenly; 0 instead of a single tile."""
+  if block_size is None:
+    sizes = _default_sizes(length, window, is_plain)
+  else:
+    sizes = {"default": arrays.integer("block_size", block_size)}
 
   def even(size: int) -> int:
     if length <= size:

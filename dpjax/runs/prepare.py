@@ -119,10 +119,10 @@ def _check_start(config: ConfigDict, workdir: Path) -> bool:
     if address and not resumes and not run_files.is_run(run_files.find(address)):
       raise UserError(f"{key}: expected the folder of a run, got {address}")
   files.check_local("data.data_dir", config.data.data_dir)
-  own_data = (workdir / "data").resolve()
+  data_folder = (workdir / "data").resolve()
   data_dir = Path(config.data.data_dir).resolve()
-  if data_dir.is_relative_to(own_data):
-    raise UserError(f"data.data_dir: expected a folder outside of {own_data}, got {data_dir}")
+  if data_dir.is_relative_to(data_folder):
+    raise UserError(f"data.data_dir: expected a folder outside of {data_folder}, got {data_dir}")
   begins = not (resumes and run_files.has_saved(workdir))
   if begins:
     check_apart(config.data, workdir)

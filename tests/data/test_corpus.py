@@ -316,7 +316,7 @@ NO_FILE = r"^data.path: .*{} \(not a regular file\)"
     (replace("test.txt", Path.touch), dict(path="."), "^data.path: .*empty file .*test.txt"),
     (None, dict(path="valid.txt"), "^data.path: .*three splits, got 3 bytes"),
     (None, dict(path="few"), "^data.path: .*long enough for three splits, got 4 bytes in few"),
-    (None, dict(path="a.txt", separator="-- --"), ".*got a, in which no line '-- --' is found"),
+    (None, dict(path="a.txt", separator="-- --"), ".*got a, which has no line '-- --'"),
     (None, dict(path="a.txt"), JOINED.format("a")),
     (None, dict(), JOINED.format("python_manual")),
     (None, dict(path="a.txt", separator="--", text_field="b"), "^data.text_field: .* got 'b'"),
