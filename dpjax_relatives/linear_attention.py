@@ -39,24 +39,33 @@ class LinearAttention(Mixer):
     out       = (rms_norm(y) * output_gate(x)) W_out               with a gain, epsilon 1e-5
 
   Each subclass has its own S, gates and output gate. In those with the delta rule, q and k are
-  divided by their norms. Gates, states and the norm are float32. A mixer costs O(T) and generates
-  with a cache of fixed size. There is no dropout.
+  divided by their norms. Where S decays with exp(a_log), that rate starts at U(0, 16), and the
+  step softplus(dt_bias) between 0.001 and 0.1. Gates, states and the norm are float32. A mixer
+  costs O(T) and generates with a cache of fixed size. There is no dropout.
 
   Attributes:
-    num_heads: H.
-    key_width: K; None: D / H.
-    value_width: V; None: D / H.
+    num_heads: H, a divisor of D unless both widths are set.
+    key_width: K, the features of a key in each head; None: D / H.
+    value_width: V, the features of a value in each head; None: D / H.
     num_taps: the positions that the convolution reads; 0: no convolution.
-    implementation: `reference` runs the recurrence position by position, `chunked` by chunks,
-      `mosaic_gpu` as a kernel of Hopper GPUs, and None as the fastest that suits the device.
+    implementation: `reference` runs the recurrence position by position, `chunked` by chunks, and
+      `mosaic_gpu` as a kernel of Hopper GPUs, for bfloat16 and float16 and K and V of 64 or 128.
+      None: the kernel where it can run, else chunks.
 
   For the other attributes see `dpjax.layers.Mixer`.
+
+  Raises:
+    UserError: `jla` is not installed.
+    ValueError: a setting is out of range; or, when it runs, `jla` has no such kernel for the device
+      and the shapes.
   """
 
   separates_documents: ClassVar[bool] = True
   # The name of the recurrence in `jla`, and whether it is a delta rule.
   recurrence: ClassVar[str]
   has_delta_rule: ClassVar[bool] = True
+  # exp(a_log) starts at U(least_rate, 16).
+  least_rate: ClassVar[float] = 0.0
 
   num_heads: int = 4
   key_width: int | None = None
@@ -177,11 +186,16 @@ class LinearAttention(Mixer):
     batch, length, features = x_btf.shape
     return x_btf.reshape(batch, length, self.num_heads, features // self.num_heads)
 
+  def draw_a_log(self, key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """The log of U(least_rate, 16), without -inf."""
+    rate = jax.random.uniform(key, shape, dtype, self.least_rate, 16.0)
+    return jnp.log(jnp.maximum(rate, 1e-4))
+
   def decay_by_head(self, inputs: jax.Array) -> jax.Array:
     """The log of a decay for each head, -exp(a_log) softplus(x W_decay + dt_bias), [B, T, H]."""
     step_bth = self.project(inputs, self.num_heads, "decay")
     dt_bias = self.param("dt_bias", draw_dt_bias, (self.num_heads,), jnp.float32)
-    a_log = self.param("a_log", _draw_a_log, (self.num_heads,), jnp.float32)
+    a_log = self.param("a_log", self.draw_a_log, (self.num_heads,), jnp.float32)
     return -jnp.exp(a_log)[None, None] * nn.softplus(step_bth + dt_bias[None, None])
 
   def decay_by_key(self, inputs: jax.Array) -> jax.Array:
@@ -189,7 +203,7 @@ class LinearAttention(Mixer):
     keys, values = self.sizes(inputs.shape[-1])
     step_btf = self.project_by_rank(inputs, values, self.num_heads * keys, "decay")
     dt_bias = self.param("dt_bias", draw_dt_bias, (self.num_heads, keys), jnp.float32)
-    a_log = self.param("a_log", _draw_a_log, (self.num_heads,), jnp.float32)
+    a_log = self.param("a_log", self.draw_a_log, (self.num_heads,), jnp.float32)
     step_bthk = nn.softplus(self.split_heads(step_btf) + dt_bias[None, None])
     return -jnp.exp(a_log)[None, None, :, None] * step_bthk
 
@@ -274,12 +288,14 @@ class KDA(LinearAttention):
     y_t  = S_t^T q_t / sqrt(K)
 
   with g_t [H, K] and a_log [H], and the output gate sigmoid(x W_gate + bias). W_decay and W_gate
-  are products of two matrices, of rank V. Around it are the layers of `LinearAttention`.
+  are products of two matrices, of rank V. exp(a_log) starts at U(1, 16). Around it are the layers
+  of `LinearAttention`.
 
   Source: Kimi Team 2025, arXiv:2510.26692.
   """
 
   recurrence = "kda"
+  least_rate = 1.0
 
   def gates(self, inputs: jax.Array) -> dict[str, jax.Array]:
     """See `LinearAttention`."""
@@ -322,8 +338,3 @@ class GLA(LinearAttention):
 def _unit(x: jax.Array) -> jax.Array:
   """Divides by the norm over the last axis, sqrt(sum(x**2) + 1e-6)."""
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def _draw_a_log(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-  """The log of U(0, 16), without -inf."""
-  return jnp.log(jnp.maximum(jax.random.uniform(key, shape, dtype, 0.0, 16.0), 1e-4))

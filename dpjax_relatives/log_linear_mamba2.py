@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from dpjax.layers import Context, Mamba2, check_settings, linear
 from dpjax.layers.mamba2 import SelectiveInputs
-from dpjax.ops.documents import mask_padding
+from dpjax.ops.documents import check_lengths, is_real
 from dpjax_relatives import recurrences
 
 
@@ -40,6 +40,10 @@ class LogLinearMamba2(Mamba2):
   Attributes:
     implementation: `reference` runs whole rows position by position, `chunked` by chunks, and None
       as the fastest that suits the device.
+
+  Raises:
+    UserError: `jla` is not installed.
+    ValueError: a setting is out of range.
 
   Source: Guo et al. 2025, arXiv:2506.04761.
   """
@@ -110,9 +114,9 @@ def _continue(
   arrays: dict[str, jax.Array], state: LevelStates, lengths: jax.Array | None
 ) -> tuple[jax.Array, LevelStates]:
   """Continues every row position by position; `jla` cannot begin with a state."""
-  length = arrays["q"].shape[1]
-  _, lengths_b = mask_padding(arrays["q"], lengths)
-  is_real_tb = jnp.arange(length)[:, None] < lengths_b[None]
+  batch, length = arrays["q"].shape[:2]
+  lengths_b = jnp.full(batch, length) if lengths is None else check_lengths(lengths, length)
+  is_real_tb = is_real(lengths_b, length).T
   by_position = {name: jnp.moveaxis(x.astype(jnp.float32), 1, 0) for name, x in arrays.items()}
 
   def step(state, position):

@@ -61,10 +61,10 @@ class Mamba2(Mixer):
   cache of fixed size.
 
   Attributes:
-    state_width: N.
-    head_width: P; it divides I.
-    expand: I / D.
-    num_taps: k.
+    state_width: N, the features of b and c.
+    head_width: P, the features of x in each head, a divisor of I.
+    expand: I / D, the width within the layer over that of the model.
+    num_taps: k, the positions that the convolution reads.
 
   For the other attributes see `Mixer`; steps, states and the norm are float32.
 

@@ -20,7 +20,7 @@ class ShortConvolution(Mixer):
   with * element-wise. It reads k positions; stacked layers read further, and models add attention.
 
   Attributes:
-    num_taps: k.
+    num_taps: k, the positions that it reads.
 
   For the other attributes see `Mixer`. Source: Liquid AI 2025, LFM2.
   """

@@ -65,6 +65,22 @@ def test_documents_do_not_change_each_other_position_by_position(name):
 
 
 @pytest.mark.parametrize("name", MIXERS)
+def test_documents_of_many_chunks_do_not_change_each_other(name):
+  module = MIXERS[name](max_length=200, **SMALL[name])
+  draw = np.random.default_rng(0).standard_normal
+  inputs = jnp.asarray(draw((2, 150, WIDTH_OF_MAMBA2)), jnp.float32)
+  variables = jax.jit(module.init)(jax.random.key(0), inputs)
+  starts = jnp.zeros((2, 150), jnp.int32).at[:, jnp.array([0, 70])].set(1)
+  run = jax.jit(partial(module.apply, variables, document_starts=starts))
+  whole = run(inputs)[:, 70:]
+  atol = 2e-6 * np.abs(whole).max()
+  alone = jax.jit(module.apply)(variables, inputs[:, 70:])
+  np.testing.assert_allclose(whole, alone, atol=atol)
+  changed = run(inputs.at[:, :70].add(1.0))[:, 70:]
+  np.testing.assert_allclose(whole, changed, atol=atol)
+
+
+@pytest.mark.parametrize("name", MIXERS)
 def test_a_document_of_a_single_position(name):
   module = MIXERS[name](max_length=5, **SMALL[name])
   inputs = jnp.ones((2, 1, WIDTH_OF_MAMBA2))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dpjax import ops
 from dpjax_relatives import MIXERS, LogLinearMamba2
 from tests import helpers
 
@@ -79,15 +80,14 @@ def params_of_linear_attention(layer):
     params["gate"] = dense(layer.g_proj)
   if layer.kind in ("gated_deltanet", "gdn2", "kda"):
     params["a_log"] = layer.A_log
-    params["dt_bias"] = layer.dt_bias
+    by_key = layer.kind != "gated_deltanet"
+    params["dt_bias"] = layer.dt_bias.reshape(2, 8) if by_key else layer.dt_bias
   if layer.kind == "gated_deltanet":
     params["decay"] = dense(layer.a_proj)
   elif layer.kind in ("kda", "gdn2", "gla"):
     projection = layer.gk_proj if layer.kind == "gla" else layer.f_proj
     params["decay_down"] = dense(projection.down)
     params["decay_up"] = dense(projection.up)
-  if layer.kind in ("kda", "gdn2"):
-    params["dt_bias"] = layer.dt_bias.reshape(2, 8)
   if layer.kind == "gdn2":
     params["erase"] = dense(layer.b_proj)
     params["write"] = dense(layer.w_proj)
@@ -205,9 +205,10 @@ def compare_steps(pair) -> dict[str, float]:
   }
 
 
-def print_differences(name, what, found) -> None:
-  worst = max(found, key=found.get)
-  print(f"{name}, {what}: {found[worst]:.1e} ({worst})")
+def assert_small(found, most) -> None:
+  """All differences are below `most`; nan is not."""
+  print({name: f"{value:.1e}" for name, value in found.items()})
+  assert [name for name, value in found.items() if not value < most] == []
 
 
 @pytest.mark.parametrize(
@@ -220,14 +221,53 @@ def print_differences(name, what, found) -> None:
 )
 def test_whole_rows_and_gradients(name, is_packed):
   found = compare_whole_rows(make_pair(name), is_packed)
-  print_differences(name, "documents" if is_packed else "rows", found)
   assert found["outputs"] < 1e-5
-  # That by a_log is a sum over all positions, whose terms cancel.
-  assert max(found.values()) < 3e-5, found
+  # The gradient by a_log is a sum over all positions, whose terms cancel.
+  assert_small(found, 3e-5)
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_cached_steps(name):
-  found = compare_steps(make_pair(name))
-  print_differences(name, "steps", found)
-  assert max(found.values()) < 1e-5, found
+  assert_small(compare_steps(make_pair(name)), 1e-5)
+
+
+@pytest.mark.parametrize(("name", "least"), [("gated_deltanet", 0), ("gdn2", 0), ("kda", 1)])
+def test_decays_start_at_the_rates_of_jla(name, least):
+  from jla.layers import linear_attention as layers
+  from jla.models.config import LinearAttentionConfig
+
+  heads = 300
+  sizes = dict(num_k_heads=heads, num_v_heads=heads, head_k_dim=2, head_v_dim=2)
+  layer = layers.make_mixer(
+    name, D, LinearAttentionConfig(**sizes), key=jax.random.key(3), **COMMON
+  )
+  mixer = MIXERS[name](max_length=256, num_heads=heads, key_width=2, value_width=2)
+  params = jax.jit(mixer.init)(jax.random.key(4), jnp.ones((2, 3, D)))["params"]
+  for a_log in (layer.A_log, params["a_log"]):
+    rates = np.exp(a_log)
+    assert least <= rates.min() < least + 0.5 and 15.5 < rates.max() <= 16
+  for dt_bias in (layer.dt_bias, params["dt_bias"]):
+    steps = np.logaddexp(0, dt_bias)
+    assert 0.0009 < steps.min() < 0.0013 and 0.08 < steps.max() < 0.101
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_the_recurrence_of_mamba2(chunk_size):
+  from jla.layers import ssm
+
+  draw = np.random.default_rng(5).standard_normal
+  shapes = [(B, T, 3, 4), (B, T, 3), (3,), (B, T, 1, 5), (B, T, 1, 5)]
+  x, dt, a, b, c = (jnp.asarray(draw(shape), jnp.float32) for shape in shapes)
+  arguments = x, jax.nn.softplus(dt - 2), -jnp.exp(a), b, c
+
+  def theirs(*arguments):
+    return ssm.mamba2_ssd(*arguments, chunk_size=chunk_size)[0]
+
+  found = {}
+  weights = jnp.asarray(draw((B, T, 3, 4)), jnp.float32)
+  for name, function in (("ours", ops.selective_state_space), ("theirs", theirs)):
+    output, pull = jax.vjp(jax.jit(function), *arguments)
+    found[name] = [output, *pull(weights)]
+  names = ["outputs", *(f"gradient by {name}" for name in ("x", "dt", "a", "b", "c"))]
+  differences = map(difference, found["ours"], found["theirs"])
+  assert_small(dict(zip(names, differences, strict=True)), 1e-5)

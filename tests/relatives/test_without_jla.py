@@ -1,5 +1,6 @@
-"""What there is of `dpjax_relatives` without jax-linear-attention."""
+"""`dpjax_relatives` where jax-linear-attention is not installed."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,8 +32,7 @@ def test_a_mixer_is_refused_in_one_line(name, tmp_path):
   mixer = f"--config.model.mixer=attention,{name}"
   workdir = tmp_path / "run"
   message = helpers.command("train", "--config=quickstart", mixer, f"--workdir={workdir}")
-  with pytest.raises(dpjax.UserError, match=rf"^model.mixer.1: {REFUSAL}"):
-    raise dpjax.UserError(message)
+  assert re.match(rf"model.mixer.1: {REFUSAL}", message)
   assert not workdir.exists()
 
 
