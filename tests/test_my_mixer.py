@@ -270,6 +270,11 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
   def has_a_default(p, x, mixer, scale=helpers.__name__):
     return x
 
+  def imports_another_package(p, x, mixer):
+    import scipy.special
+
+    return scipy.special.expit(x)
+
   def linear(p, x):
     return x
 
@@ -283,6 +288,7 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
     (reads_another_module_within, "got reads_another_module_within, which uses helpers"),
     (has_an_annotation, "got has_an_annotation, which uses jax"),
     (has_a_default, "got has_a_default, which uses helpers"),
+    (imports_another_package, "got imports_another_package, which uses scipy.special"),
     (linear, "with a name that dpjax.runs.numpy_model lacks, got linear"),
     (sum, "with a name that dpjax.runs.numpy_model lacks, got sum"),
     (lambda p, x, mixer: x, "with a name, got <lambda>"),
@@ -294,7 +300,9 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
       numpy_program.write([config.model])
 
   def recurs(p, x, mixer):
-    return x if len(x) < 2 else recurs(p, x[1:], mixer)
+    import math
+
+    return x / math.pi if len(x) < 2 else recurs(p, x[1:], mixer)
 
   monkeypatch.setitem(registry.mixers._numpy_functions, "min_gru", recurs)
   assert "MIXERS['min_gru'] = recurs\n" in numpy_program.write([config.model])

@@ -3,6 +3,7 @@
 import builtins
 import dis
 import inspect
+import sys
 import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -84,9 +85,18 @@ def _known(components: Registry) -> Mapping[str, Callable]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-  """The global names that code reads, also within its functions and classes."""
-  read = ("LOAD_GLOBAL", "LOAD_NAME")
-  names = {x.argval for x in dis.get_instructions(code) if x.opname in read}
+  """The names that code reads or imports, also within its functions and classes.
+
+  Imports from the standard library and of NumPy, which every user of the program has, do not count.
+  """
+  names = set()
+  for instruction in dis.get_instructions(code):
+    if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+      names.add(instruction.argval)
+    elif instruction.opname == "IMPORT_NAME":
+      package = instruction.argval.partition(".")[0]
+      if package not in {"numpy", *sys.stdlib_module_names}:
+        names.add(instruction.argval)
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
       names |= _global_names(constant)
