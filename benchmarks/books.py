@@ -8,12 +8,15 @@ mixer. Each mixer is trained with seed 0 at three learning rates. The three mixe
 validation are then trained at their best rate with two more seeds. All runs with one seed see the
 same rows. The mixers of jax-linear-attention need `dpjax[relatives]`.
 
-Each run has one core. A run that has ended is not trained again, and one that was interrupted is
-resumed. The report has each run's scores; the figure, validation over updates at the best rate.
+Each run has one core, and another run beside it. A run that has ended is not trained again, and one
+that was interrupted is resumed; runs of an earlier report at --out are not trained again either.
+A run is scored with its best parameters by validation. The report has each run's scores; the
+figure, validation over updates at the best rate.
 """
 
 import argparse
 import concurrent.futures as futures
+import hashlib
 import json
 import os
 import queue
@@ -30,7 +33,9 @@ import jax
 import dpjax
 from dpjax import config
 from dpjax.analysis import curves, style
+from dpjax.config import loading
 from dpjax.config.setting import ConfigDict
+from dpjax.errors import UserError
 from dpjax.models.build import build_model, init_params
 
 ATTENTION = dict(name="attention", num_heads=4, use_bias=False, rotary_base=10_000.0)
@@ -53,6 +58,7 @@ RATES = (0.002, 0.004, 0.008)
 SEEDS = (0, 1, 2)
 FINALISTS = 3  # mixers that are trained with all seeds
 T_QUANTILE = 4.303  # Student's t, 97.5%, 2 degrees of freedom: 3 seeds
+SPLITS = ("train", "valid", "test")
 
 
 def sections(mixer: str) -> tuple[ConfigDict, ...]:
@@ -100,6 +106,15 @@ def folder(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) ->
   return arguments.workdir / f"{arguments.updates}_updates" / name / f"{rate}" / f"seed_{seed}"
 
 
+def digest(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> str:
+  """Of what a run is made from: its settings and the texts."""
+  made_from = settings(mixer, rate, seed, arguments.updates)
+  found = hashlib.sha256(loading.digest(made_from.to_dict()).encode())
+  for split in SPLITS:
+    found.update((arguments.books / f"{split}.txt").read_bytes())
+  return found.hexdigest()
+
+
 def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> None:
   """Trains a run, and writes its entry of the report into its folder."""
   experiment = settings(mixer, rate, seed, arguments.updates)
@@ -116,8 +131,21 @@ def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> 
     "tokens_per_second": statistics.median(scores["train/tokens_per_second"].values()),
     "valid": scores["valid/bits_per_character"],
     "test": {name: test[name] for name in ("bits_per_character", "perplexity")},
+    "digest": digest(arguments, mixer, rate, seed),
   }
   (run_folder / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+
+
+def restore(arguments: argparse.Namespace) -> None:
+  """Writes the entries of an earlier report into the folders of runs that have none."""
+  report = arguments.out.with_suffix(".json")
+  entries = json.loads(report.read_text(encoding="utf-8"))["runs"] if report.exists() else []
+  for entry in entries:
+    run = entry["mixer"], entry["learning_rate"], entry["seed"]
+    path = folder(arguments, *run) / "entry.json"
+    if entry["digest"] == digest(arguments, *run) and not path.exists():
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 
 def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, int]]) -> list[dict]:
@@ -141,6 +169,8 @@ def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, in
       if done.returncode:
         raise SystemExit(f"{run}: ended with status {done.returncode}; see {log}")
     found = json.loads(path.read_text(encoding="utf-8"))
+    if found["digest"] != digest(arguments, *run):
+      raise SystemExit(f"--workdir: expected runs with these texts and settings, got {path.parent}")
     print(run, found["test"], flush=True)
     return found
 
@@ -148,9 +178,9 @@ def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, in
     return [*pool.map(entry, runs)]
 
 
-def last(entry: Mapping[str, Any]) -> float:
-  """The last validation of a run, bits per character."""
-  return [*entry["valid"].values()][-1]
+def best_validation(entry: Mapping[str, Any]) -> float:
+  """Bits per character of the parameters that a run keeps."""
+  return min(entry["valid"].values())
 
 
 def rank(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -158,9 +188,11 @@ def rank(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
   best: dict[str, Mapping[str, Any]] = {}
   for entry in entries:
     name = entry["mixer"]
-    if entry["seed"] == SEEDS[0] and (name not in best or last(entry) < last(best[name])):
+    if entry["seed"] != SEEDS[0]:
+      continue
+    if name not in best or best_validation(entry) < best_validation(best[name]):
       best[name] = entry
-  return sorted(best.values(), key=last)
+  return sorted(best.values(), key=best_validation)
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -189,7 +221,7 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def table(report: Mapping[str, Any]) -> str:
   """The rows as a Markdown table."""
   heads = ["mixer", "parameters", *(f"bits at {rate}" for rate in RATES)]
-  heads += ["bits per character", "perplexity", "tokens a second"]
+  heads += ["best rate", "bits per character", "perplexity", "tokens a second"]
   lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
   for row in report["rows"]:
     bits = f"{row['bits_per_character']:.3f}"
@@ -197,7 +229,12 @@ def table(report: Mapping[str, Any]) -> str:
       bits += f" ± {row['interval']:.3f}"
     cells = [row["mixer"], f"{row['parameters'] / 1e6:.2f}M"]
     cells += [f"{row['bits_at_rates'][str(rate)]:.3f}" for rate in RATES]
-    cells += [bits, f"{row['perplexity']:.1f}", f"{row['tokens_per_second']:,.0f}"]
+    cells += [
+      f"{row['rate']}",
+      bits,
+      f"{row['perplexity']:.1f}",
+      f"{row['tokens_per_second']:,.0f}",
+    ]
     lines.append(f"| {' | '.join(cells)} |")
   return "\n".join(lines)
 
@@ -239,9 +276,17 @@ def main() -> None:
   mixers = arguments.mixers.split(";")
   if unknown := [name for name in mixers if name not in MIXERS]:
     parser.error(f"--mixers: expected some of {'; '.join(MIXERS)}, got {'; '.join(unknown)}")
-  if not all((arguments.books / f"{split}.txt").is_file() for split in ("train", "valid", "test")):
+  if not all((arguments.books / f"{split}.txt").is_file() for split in SPLITS):
     got = arguments.books
     parser.error(f"--books: expected a folder with train.txt, valid.txt and test.txt, got {got}")
+  if arguments.updates < 1:
+    parser.error(f"--updates: expected at least 1, got {arguments.updates}")
+  for name in mixers:
+    try:
+      feed_forward_width(name)
+    except UserError as error:
+      parser.error(f"--mixers: {error}")
+  restore(arguments)
   entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
   finalists = rank(entries)[:FINALISTS]
   entries += train_all(

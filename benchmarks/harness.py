@@ -194,7 +194,8 @@ def take_turns(
   programs: Mapping[str, Program], rounds: int, max_seconds: float
 ) -> dict[str, np.ndarray]:
   """The seconds of every round, [rounds]; no round begins after `max_seconds`."""
-  names, seconds = [*programs], {name: [] for name in programs}
+  names = [*programs]
+  seconds: dict[str, list[float]] = {name: [] for name in names}
   begin = time.perf_counter()
   for number in range(rounds):
     if number >= LEAST_ROUNDS and time.perf_counter() - begin > max_seconds:
@@ -233,7 +234,8 @@ def compare(
     if isinstance(program, str):
       rows[name] = {"left_out": program}
       continue
-    seconds, rows[name] = program.run(), dict(program.facts)
+    seconds = program.run()
+    rows[name] = dict(program.facts)
     if name != case.base and seconds > max_seconds / LEAST_ROUNDS:
       rows[name]["left_out"] = f"a run takes {seconds:.1f} s"
     else:
@@ -387,6 +389,8 @@ def main(
     "--as_installed", action="store_true", help="with glibc's defaults, as users run programs"
   )
   arguments = parser.parse_args()
+  if arguments.rounds < 1:
+    parser.error(f"--rounds: expected at least 1, got {arguments.rounds}")
   if arguments.as_installed:
     ALLOCATOR.clear()
   elif any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
@@ -397,7 +401,8 @@ def main(
     parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(unknown)}")
   out = pathlib.Path(arguments.out or f"results/{name}")
   is_written = arguments.out or not arguments.quick
-  path, report = out.with_suffix(".json"), {"parts": {}}
+  path = out.with_suffix(".json")
+  report: dict[str, Any] = {"parts": {}}
   if is_written and path.exists():
     report = json.loads(path.read_text(encoding="utf-8"))
   for part in chosen:

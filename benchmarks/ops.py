@@ -17,6 +17,9 @@ operator's choice. The parts:
   attention      causal and relative attention in tiles, base "whole": all weights at once
   state_space    `selective_state_space` by the size of its chunks, base "attention" of the same
                  width; "PyTorch" is the chunked form of Mamba-2's paper, all chunks at once
+  peers          causal attention, base "PyTorch": its `scaled_dot_product_attention`, on its own
+                 layout, [B, H, T, E]; and `selective_state_space`, base "jla": the same recurrence
+                 of jax-linear-attention in chunks. Each where that package is installed, on a CPU
   local          causal attention to the last 256 tokens of 8,192, base "full": to all of them, in
                  tiles; "whole": with all weights at once
   pooling        `pool_segments` and `upsample_segments`, base "dense": the form of the pooling
@@ -183,13 +186,15 @@ def attention(quick: bool) -> Iterator[harness.Case]:
     "causal": [(4, 512, 1, 512), (2, 1024, 8, 64), (2, 2048, 8, 64)],
     "relative": [(4, 512, 8, 64), (1, 2048, 8, 64), (1, 4096, 8, 64)],
   }
-  sizes, dtypes = {"tiles of 64": 64, "128": 128, "256": 256}, ("float32",)
+  sizes = {"tiles of 64": 64, "128": 128, "256": 256}
+  dtypes = ("float32",)
   if not ON_CPU:
     shapes = {
       "causal": [(20, 512, 8, 64), (4, 2048, 8, 64), (1, 8192, 8, 64)],
       "relative": [(4, 512, 8, 64), (4, 2048, 8, 64), (1, 8192, 8, 64)],
     }
-    sizes, dtypes = {"tiles of 512": 512, "1024": 1024, "2048": 2048}, ("float32", "bfloat16")
+    sizes = {"tiles of 512": 512, "1024": 1024, "2048": 2048}
+    dtypes = ("float32", "bfloat16")
   cases = [
     (kind, shape, dtype, rate)
     for kind, of_kind in shapes.items()
@@ -216,12 +221,7 @@ def state_space(quick: bool) -> Iterator[harness.Case]:
   heads, features, states = (4, 8, 6) if quick else (8, 64, 128)
   shapes = [(4, 512), (1, 4096)] if ON_CPU else [(32, 512), (4, 4096)]
   for batch, length in [(2, 48)] if quick else shapes:
-    arguments = [
-      draw(batch, length, heads, features),
-      jax.nn.softplus(draw(batch, length, heads) - 4),
-      -jnp.exp(draw(heads)),
-      *(draw(batch, length, 1, states) + i for i in range(2)),
-    ]
+    arguments = state_space_arguments(batch, length, heads, features, states)
     functions: dict[str, Callable] = {
       f"chunks of {size}": functools.partial(ops.selective_state_space, chunk_size=size)
       for size in ((8, 16) if quick else (32, 64, 128, 256))
@@ -238,6 +238,18 @@ def state_space(quick: bool) -> Iterator[harness.Case]:
             case.name.endswith("gradient"), size, *arguments
           )
       yield dataclasses.replace(case, programs=programs)
+
+
+def state_space_arguments(
+  batch: int, length: int, heads: int, features: int, states: int
+) -> list[jax.Array]:
+  """The arguments of `selective_state_space`: x, dt, a, b and c."""
+  return [
+    draw(batch, length, heads, features),
+    jax.nn.softplus(draw(batch, length, heads) - 4),
+    -jnp.exp(draw(heads)),
+    *(draw(batch, length, 1, states) + i for i in range(2)),
+  ]
 
 
 def torch_state_space(has_gradient: bool, size: int, *arguments: jax.Array) -> harness.Program:
@@ -282,6 +294,61 @@ def torch_state_space(has_gradient: bool, size: int, *arguments: jax.Array) -> h
 
   expected = ops.selective_state_space(*arguments)
   np.testing.assert_allclose(forward().detach().numpy(), expected, rtol=1e-3, atol=1e-3)
+  return harness.Program(run)
+
+
+def peers(quick: bool) -> Iterator[harness.Case]:
+  has_torch = ON_CPU and importlib.util.find_spec("torch")
+  shapes = [(3, 48, 3, 8)] if quick else [(16, 2_048, 8, 64), (1, 8_192, 8, 64)]
+  for batch, length, heads, features in shapes if has_torch else []:
+    queries_keys_values = [draw(batch, length, heads, features) + i for i in range(3)]
+    functions = {
+      f"tiles of {size}": functools.partial(ops.causal_attention, block_size=size)
+      for size in ((16, 24) if quick else (128, 256, 512))
+    }
+    functions["default"] = ops.causal_attention
+    name = f"causal attention, B {batch} T {length} H {heads} E {features}"
+    for case in both(name, "PyTorch", functions, *queries_keys_values):
+      theirs = torch_attention(case.name.endswith("gradient"), *queries_keys_values)
+      yield dataclasses.replace(case, programs={**case.programs, "PyTorch": theirs})
+
+  has_jla = ON_CPU and importlib.util.find_spec("jla")
+  shapes = [(3, 48, 4, 8, 6)] if quick else [(64, 512, 16, 64, 128), (16, 2_048, 16, 64, 128)]
+  if not quick:
+    shapes.append((1, 32_768, 16, 64, 128))
+  for batch, length, heads, features, states in shapes if has_jla else []:
+    from jla.layers.ssm import mamba2_ssd
+
+    arguments = state_space_arguments(batch, length, heads, features, states)
+    functions = {
+      "default": ops.selective_state_space,
+      "jla": lambda *x: mamba2_ssd(*x)[0],
+      "jla, chunks of 128": lambda *x: mamba2_ssd(*x, chunk_size=128)[0],
+    }
+    name = f"state space, B {batch} T {length} H {heads} P {features} N {states}"
+    yield from both(name, "jla", functions, *arguments)
+
+
+def torch_attention(has_gradient: bool, *queries_keys_values: jax.Array) -> harness.Program:
+  """PyTorch's causal attention."""
+  import torch
+
+  heads_first = [np.moveaxis(np.asarray(x), 1, 2) for x in queries_keys_values]
+  arguments = [torch.tensor(x, requires_grad=has_gradient) for x in heads_first]
+  attend = functools.partial(
+    torch.nn.functional.scaled_dot_product_attention, *arguments, is_causal=True
+  )
+
+  def run() -> float:
+    start = time.perf_counter()
+    if has_gradient:
+      torch.autograd.grad(attend().sum(), arguments)
+    else:
+      attend()
+    return time.perf_counter() - start
+
+  expected = np.moveaxis(np.asarray(ops.causal_attention(*queries_keys_values)), 1, 2)
+  np.testing.assert_allclose(attend().detach().numpy(), expected, rtol=1e-3, atol=1e-3)
   return harness.Program(run)
 
 
@@ -394,5 +461,15 @@ def middle_layers(batch: int, length: int, width: int, needed: int, quick: bool)
 
 
 if __name__ == "__main__":
-  PARTS = (products, shift_and_sum, convolution, lengths, attention, state_space, local, pooling)
+  PARTS = (
+    products,
+    shift_and_sum,
+    convolution,
+    lengths,
+    attention,
+    state_space,
+    peers,
+    local,
+    pooling,
+  )
   harness.main(__doc__, {part.__name__: part for part in PARTS}, name="ops")

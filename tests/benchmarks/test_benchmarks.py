@@ -11,6 +11,7 @@ import pytest
 from tests import helpers
 
 sys.path.insert(0, str(helpers.ROOT / "benchmarks"))  # As for a script there.
+import books  # noqa: E402
 import compiled  # noqa: E402
 import harness  # noqa: E402
 
@@ -121,14 +122,43 @@ def test_mixers_are_compared_on_books(text, tmp_path):
   for split in ("train", "valid", "test"):
     (folder / f"{split}.txt").write_text(words)
   out = tmp_path / "report"
-  command = [sys.executable, "benchmarks/books.py", f"--books={folder}", "--updates=5"]
-  command += [f"--workdir={tmp_path / 'runs'}", f"--out={out}", "--mixers=we"]
-  for _ in range(2):  # The second time, the runs are read.
-    done = subprocess.run(
+
+  def run(*added):
+    command = [sys.executable, "benchmarks/books.py", f"--books={folder}", "--updates=5"]
+    command += [f"--workdir={tmp_path / 'runs'}", f"--out={out}", "--mixers=we", *added]
+    return subprocess.run(
       command, cwd=helpers.ROOT, env=helpers.environment(), capture_output=True, text=True
     )
+
+  assert "--updates: expected at least 1, got 0" in run("--updates=0").stderr
+  for _ in range(2):  # The second time, the runs are read.
+    done = run()
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.with_suffix(".json").read_text())["rows"]
     assert row["interval"] > 0 and len(row["bits_at_rates"]) == 3
     assert f"| we | {row['parameters'] / 1e6:.2f}M |" in done.stdout
   assert out.with_suffix(".png").exists()
+  (folder / "test.txt").write_text(f"{words}and more\n")
+  done = run()
+  assert done.returncode == 1
+  assert done.stderr.startswith("--workdir: expected runs with these texts and settings, got ")
+
+
+def test_runs_on_books_are_ranked_by_the_parameters_that_they_keep():
+  valid = {"we": {"5": 2.5, "9": 2.0}, "he": {"5": 1.9, "9": 2.1}, "me": {"5": 2.6, "9": 2.2}}
+  entries = [
+    {"mixer": name, "seed": 0, "learning_rate": 0.004, "valid": scores}
+    for name, scores in valid.items()
+  ]
+  entries += [
+    {"mixer": "me", "seed": 1, "learning_rate": 0.004, "valid": {"9": 1.0}},
+    {"mixer": "we", "seed": 0, "learning_rate": 0.008, "valid": {"9": 2.3}},
+  ]
+  ranked = books.rank(entries)
+  assert [entry["mixer"] for entry in ranked] == ["he", "we", "me"]
+  assert ranked[1]["learning_rate"] == 0.004
+
+
+def test_the_page_of_results_has_the_table_of_mixers_on_books():
+  report = json.loads((helpers.ROOT / "results/books_relatives.json").read_text())
+  assert books.table(report) in (helpers.ROOT / "docs/results.md").read_text()
