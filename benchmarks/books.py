@@ -56,7 +56,6 @@ MIXERS: dict[str, list[dict[str, Any]]] = {
 }
 RATES = (0.002, 0.004, 0.008)
 SEEDS = (0, 1, 2)
-FINALISTS = 3  # mixers that are trained with all seeds
 T_QUANTILE = 4.303  # Student's t, 97.5%, 2 degrees of freedom: 3 seeds
 SPLITS = ("train", "valid", "test")
 
@@ -265,6 +264,7 @@ def main() -> None:
   parser.add_argument("--workdir", type=Path, required=True, help="a folder for the runs")
   parser.add_argument("--out", type=Path, required=True, help="path of the report, without suffix")
   parser.add_argument("--updates", type=int, default=500)
+  parser.add_argument("--finalists", type=int, default=3, help="mixers trained with all seeds")
   parser.add_argument("--mixers", default=";".join(MIXERS), help="; between them")
   parser.add_argument("--run", help=argparse.SUPPRESS)
   parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
@@ -281,6 +281,8 @@ def main() -> None:
     parser.error(f"--books: expected a folder with train.txt, valid.txt and test.txt, got {got}")
   if arguments.updates < 1:
     parser.error(f"--updates: expected at least 1, got {arguments.updates}")
+  if arguments.finalists < 0:
+    parser.error(f"--finalists: expected at least 0, got {arguments.finalists}")
   for name in mixers:
     try:
       feed_forward_width(name)
@@ -288,7 +290,7 @@ def main() -> None:
       parser.error(f"--mixers: {error}")
   restore(arguments)
   entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
-  finalists = rank(entries)[:FINALISTS]
+  finalists = rank(entries)[: arguments.finalists]
   entries += train_all(
     arguments, [(x["mixer"], x["learning_rate"], seed) for x in finalists for seed in SEEDS[1:]]
   )
