@@ -154,7 +154,9 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   agreed = re.search(r"\| (\d+) numbers \| (\d+) of them agree", RESULTS)
   beside = result("trajectories/same")["models"].values()
   most = max(model["most_of_first_100"] for model in beside)
-  assert_said(f"{agreed[2]} of {agreed[1]} numbers agree", f"differ by at most {most:.2e}", page=README)
+  assert_said(
+    f"{agreed[2]} of {agreed[1]} numbers agree", f"differ by at most {most:.2e}", page=README
+  )
 
 
 def matches(name: str, pattern: str) -> list[str]:
