@@ -16,6 +16,7 @@ figure, validation over updates at the best rate.
 
 import argparse
 import concurrent.futures as futures
+import functools
 import hashlib
 import json
 import os
@@ -91,6 +92,7 @@ def count_parameters(mixer: str, feed_forward: int) -> int:
   return sum(x.size for x in jax.tree.leaves(params))
 
 
+@functools.cache
 def feed_forward_width(mixer: str) -> int:
   """The width with which the model has as many parameters as with attention, or nearly."""
   width = config.load("modern_transformer:small").model.feed_forward_width
