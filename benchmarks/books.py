@@ -137,46 +137,56 @@ def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> 
   (run_folder / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 
-def restore(arguments: argparse.Namespace) -> None:
-  """Writes the entries of an earlier report into the folders of runs that have none."""
+def reported_entries(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+  """The entries of an earlier report, by their digests."""
   report = arguments.out.with_suffix(".json")
-  entries = json.loads(report.read_text(encoding="utf-8"))["runs"] if report.exists() else []
-  for entry in entries:
-    run = entry["mixer"], entry["learning_rate"], entry["seed"]
-    path = folder(arguments, *run) / "entry.json"
-    if entry["digest"] == digest(arguments, *run) and not path.exists():
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
+  if not report.exists():
+    return {}
+  entries = json.loads(report.read_text(encoding="utf-8"))["runs"]
+  return {entry["digest"]: entry for entry in entries}
 
 
-def train_all(arguments: argparse.Namespace, runs: Sequence[tuple[str, float, int]]) -> list[dict]:
+def train_all(
+  arguments: argparse.Namespace,
+  runs: Sequence[tuple[str, float, int]],
+  reported: Mapping[str, dict[str, Any]],
+) -> list[dict[str, Any]]:
   """The entries of runs; those that have none yet are trained, one on each core."""
-  free: queue.SimpleQueue[int] = queue.SimpleQueue()
+  free_cores: queue.SimpleQueue[int] = queue.SimpleQueue()
   cores = sorted(os.sched_getaffinity(0))
   for core in cores:
-    free.put(core)
+    free_cores.put(core)
 
-  def entry(run: tuple[str, float, int]) -> dict[str, Any]:
-    path = folder(arguments, *run) / "entry.json"
-    if not path.exists():
-      path.parent.mkdir(parents=True, exist_ok=True)
-      log = path.parent.with_suffix(".log")
-      core = free.get()
-      command = [sys.executable, __file__, *sys.argv[1:]]
-      command += [f"--run={json.dumps(run)}", f"--core={core}"]
-      with open(log, "wb") as file:
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
-      free.put(core)
-      if done.returncode:
-        raise SystemExit(f"{run}: ended with status {done.returncode}; see {log}")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found["digest"] != digest(arguments, *run):
-      raise SystemExit(f"--workdir: expected runs with these texts and settings, got {path.parent}")
-    print(run, found["test"], flush=True)
-    return found
+  def train_in_a_process(run: tuple[str, float, int], run_folder: Path) -> None:
+    run_folder.mkdir(parents=True, exist_ok=True)
+    log = run_folder.with_suffix(".log")
+    core = free_cores.get()
+    command = [sys.executable, __file__, *sys.argv[1:]]
+    command += [f"--run={json.dumps(run)}", f"--core={core}"]
+    with open(log, "wb") as file:
+      done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
+    free_cores.put(core)
+    if done.returncode:
+      raise SystemExit(f"{run}: ended with status {done.returncode}; see {log}")
+
+  def entry_of(run: tuple[str, float, int]) -> dict[str, Any]:
+    made_from = digest(arguments, *run)
+    entry = reported.get(made_from)
+    if entry is None:
+      run_folder = folder(arguments, *run)
+      path = run_folder / "entry.json"
+      if not path.exists():
+        train_in_a_process(run, run_folder)
+      entry = json.loads(path.read_text(encoding="utf-8"))
+      if entry.get("digest") != made_from:
+        raise SystemExit(
+          f"--workdir: expected runs with these texts and settings, got {run_folder}"
+        )
+    print(run, entry["test"], flush=True)
+    return entry
 
   with futures.ThreadPoolExecutor(len(cores)) as pool:
-    return [*pool.map(entry, runs)]
+    return [*pool.map(entry_of, runs)]
 
 
 def best_validation(entry: Mapping[str, Any]) -> float:
@@ -290,12 +300,12 @@ def main() -> None:
       feed_forward_width(name)
     except UserError as error:
       parser.error(f"--mixers: {error}")
-  restore(arguments)
-  entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
+  reported = reported_entries(arguments)
+  first_runs = [(name, rate, SEEDS[0]) for rate in RATES for name in mixers]
+  entries = train_all(arguments, first_runs, reported)
   finalists = rank(entries)[: arguments.finalists]
-  entries += train_all(
-    arguments, [(x["mixer"], x["learning_rate"], seed) for x in finalists for seed in SEEDS[1:]]
-  )
+  repeats = [(x["mixer"], x["learning_rate"], seed) for x in finalists for seed in SEEDS[1:]]
+  entries += train_all(arguments, repeats, reported)
   report = {
     "command": " ".join(["python", *sys.orig_argv[1:]]),
     "machine": harness.describe_machine(),

@@ -74,24 +74,34 @@ class Case:
     name: says what they compute.
     base: the program that ratios are relative to.
     programs: the programs by name; a string says why one is left out.
+    sizes: what the report says about the work besides its name.
   """
 
   name: str
   base: str
   programs: Mapping[str, Program | str]
+  sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def compiled(function: Callable, *arguments: Any) -> Program | str:
-  """Compiles a function for these arguments; a string if it needs too much memory."""
+def compiled(function: Callable, *arguments: Any, max_mib: float | None = None) -> Program | str:
+  """Compiles a function for these arguments; a string if it needs too much temporary memory.
+
+  Args:
+    function: what the program computes.
+    *arguments: its arguments.
+    max_mib: the limit, MiB; None is 60% of the machine's memory.
+  """
   import jax
 
   start = time.perf_counter()
   executable = jax.jit(function).lower(*arguments).compile()
   seconds = time.perf_counter() - start
   mib = executable.memory_analysis().temp_size_in_bytes / 2**20
-  most = 0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
-  if mib > most:
-    return f"needs {mib / 1024:.1f} GiB of temporary memory"
+  if max_mib is None:
+    max_mib = 0.6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+  if mib > max_mib:
+    return too_large(mib)
+  facts = {"temporary_mib": mib, "compile_seconds": seconds}
 
   def run(calls: int = 1) -> float:
     start = time.perf_counter()
@@ -103,8 +113,13 @@ def compiled(function: Callable, *arguments: Any) -> Program | str:
   if jax.default_backend() != "cpu":  # Calls are accepted while the previous one is computed.
     run()
     calls = max(1, min(20, int(0.02 / run())))
-    return Program(lambda: run(calls), {"temporary_mib": mib, "compile_seconds": seconds})
-  return Program(run, {"temporary_mib": mib, "compile_seconds": seconds})
+    return Program(lambda: run(calls), facts)
+  return Program(run, facts)
+
+
+def too_large(mib: float) -> str:
+  """Says why a program is left out that needs this much temporary memory."""
+  return f"needs {mib / 1024:.1f} GiB of temporary memory"
 
 
 def compile_all(functions: Mapping[str, Callable], *arguments: Any) -> dict[str, Program | str]:
@@ -252,7 +267,7 @@ def compare(
         "quartiles": [low, high],
         "ratio": float(np.median(times / seconds[case.base])),
       }
-  return {"case": case.name, "base": case.base, "rows": rows}
+  return {"case": case.name, "base": case.base, **case.sizes, "rows": rows}
 
 
 def product_rate(dtype: str) -> float:

@@ -61,7 +61,8 @@ RELATIVES: dict[str, dict[str, Any]] = {
   "log-linear Mamba-2": dict(name="log_linear_mamba2"),
 }
 TORCH = "attention, PyTorch"
-# The temporary memory of one program, MiB. Layers run beside PyTorch's process.
+# The temporary memory of one program, MiB: all programs of a case are in memory at once, and layers
+# run beside PyTorch's process.
 MAX_LAYER_MIB = 5 * 1024
 MAX_STEP_MIB = 8 * 1024
 TOKENS_PER_CALL = 16
@@ -93,14 +94,8 @@ def layer(mixer: ConfigDict, length: int, batch: int, width: int) -> harness.Pro
   def loss(params, x_btd):
     return jnp.sum(module.apply(params, x_btd) ** 2)
 
-  program = harness.compiled(jax.value_and_grad(loss, (0, 1)), params, x_btd)
-  return program if isinstance(program, str) else within_limit(program, MAX_LAYER_MIB)
-
-
-def within_limit(program: harness.Program, max_mib: int) -> harness.Program | str:
-  """The program, or why it is left out. All programs of a case are in memory at once."""
-  mib = program.facts["temporary_mib"]
-  return f"needs {mib / 1024:.1f} GiB of temporary memory" if mib > max_mib else program
+  gradients = jax.value_and_grad(loss, (0, 1))
+  return harness.compiled(gradients, params, x_btd, max_mib=MAX_LAYER_MIB)
 
 
 def torch_layer(
@@ -152,7 +147,8 @@ def layers(quick: bool) -> Iterator[harness.Case]:
         programs["attention"] = programs[TORCH] = "takes minutes"
       else:
         programs[TORCH] = torch_layer(processes, length, batch, width)
-      yield harness.Case(f"layers, {batch} x {length}", "dispatcher", programs)
+      sizes = {"length": length, "tokens": batch * length}
+      yield harness.Case(f"layers, {batch} x {length}", "dispatcher", programs, sizes)
 
 
 def section_of(mixer: Mapping[str, Any], quick: bool) -> ConfigDict:
@@ -183,7 +179,8 @@ def steps(quick: bool) -> Iterator[harness.Case]:
     programs = {}
     for name, mixer in mixers().items():
       programs[name] = step(model_settings(mixer, length, quick), num_tokens // length, mesh)
-    yield harness.Case(f"steps, {num_tokens // length} x {length}", "dispatcher", programs)
+    sizes = {"length": length, "tokens": num_tokens}
+    yield harness.Case(f"steps, {num_tokens // length} x {length}", "dispatcher", programs, sizes)
 
 
 def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.Program | str:
@@ -198,10 +195,10 @@ def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.P
   inputs = sharding.put_batch(inputs, mesh)
   start = time.perf_counter()
   compiled = trainer.jit_step(mesh).lower(trainer.abstract_state(mesh), inputs).compile()
-  facts = {
-    "compile_seconds": time.perf_counter() - start,
-    "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
-  }
+  compile_seconds = time.perf_counter() - start
+  mib = compiled.memory_analysis().temp_size_in_bytes / 2**20
+  if mib > MAX_STEP_MIB:
+    return harness.too_large(mib)
   state = trainer.init(mesh)
 
   def run() -> float:
@@ -211,7 +208,7 @@ def step(settings: ConfigDict, batch: int, mesh: jax.sharding.Mesh) -> harness.P
     jax.block_until_ready((state, metrics))
     return time.perf_counter() - start
 
-  return within_limit(harness.Program(run, facts), MAX_STEP_MIB)
+  return harness.Program(run, {"compile_seconds": compile_seconds, "temporary_mib": mib})
 
 
 def tokens(quick: bool) -> Iterator[harness.Case]:
@@ -222,7 +219,8 @@ def tokens(quick: bool) -> Iterator[harness.Case]:
         programs[name] = "reads its prompt position by position, in minutes"
       else:
         programs[name] = token(model_settings(mixer, length, quick))
-    yield harness.Case(f"tokens, after {length - TOKENS_PER_CALL}", "dispatcher", programs)
+    name = f"tokens, after {length - TOKENS_PER_CALL}"
+    yield harness.Case(name, "dispatcher", programs, {"length": length, "tokens": 1})
 
 
 def token(settings: ConfigDict) -> harness.Program | str:
@@ -315,13 +313,10 @@ def curves(part: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
   """For each mixer the length of a row and the microseconds per token of each case."""
   found: dict[str, list[tuple[int, float]]] = {}
   for entry in part["cases"]:
-    batch, _, last = entry["case"].partition(", ")[2].rpartition(" ")
-    length = int(last)
-    num_tokens = length * int(batch.split()[0]) if "x" in batch else 1
     for name, row in entry["rows"].items():
       if "quiet" in row:
-        microseconds = row["quiet"]["milliseconds"] * 1000 / num_tokens
-        found.setdefault(name, []).append((length, microseconds))
+        microseconds = row["quiet"]["milliseconds"] * 1000 / entry["tokens"]
+        found.setdefault(name, []).append((entry["length"], microseconds))
   return found
 
 

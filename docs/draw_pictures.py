@@ -164,7 +164,7 @@ def speed() -> Figure:
   text = (FOLDER.parents[1] / "results/long_rows.json").read_text(encoding="utf-8")
   cases = json.loads(text)["parts"]["layers"]["cases"]
   cases = [case for case in cases if "quiet" in case["rows"]["attention"]]
-  lengths = [int(case["case"].split()[-1]) for case in cases]
+  lengths = [case["length"] for case in cases]
   figure, axes = plt.subplots(figsize=(WIDTH, 2.8), layout="constrained")
   for name, (label, colour, style) in SPEED.items():
     seconds = [case["rows"][name]["quiet"]["milliseconds"] / 1000 for case in cases]

@@ -147,6 +147,90 @@ def test_the_costs_of_long_rows_are_those_that_were_measured():
   assert_said(f"| {ours} s, {we} s | {theirs} s: PyTorch's attention |", page=README)
 
 
+def sizes_of(case, *names: str) -> str:
+  """The sizes in a case's name, e.g. "4, 512" for "B 4 T 512 H 8"."""
+  return ", ".join(re.search(rf"\b{name} (\d+)", case["case"])[1] for name in names)
+
+
+def cases_of_operators(part: str, name: str, kind: str):
+  """The cases of results/ops.json whose name begins with `name` and ends with `kind`."""
+  cases = result("ops")["parts"][part]["cases"]
+  found = [x for x in cases if x["case"].startswith(name) and x["case"].endswith(kind)]
+  assert found
+  return found
+
+
+def ratio(row, condition: str = "quiet") -> str:
+  return f"{row[condition]['ratio']:.2f}"
+
+
+def rows_of_shift_and_sum():
+  forward = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, forward")
+  gradient = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, gradient")
+  dropped = cases_of_operators("shift_and_sum", "shift_and_sum with levels dropped", "gradient")
+  for once, both, part in zip(forward, gradient, dropped, strict=True):
+    row = both["rows"]["default"]
+    before = both["rows"]["unrolled"]["temporary_mib"]
+    over = row["quiet"]["milliseconds"] / both["rows"]["attention"]["quiet"]["milliseconds"]
+    yield (
+      sizes_of(both, "B", "T", "D"),
+      ratio(once["rows"]["default"]),
+      ratio(row),
+      ratio(row, "busy"),
+      f"{before:.0f} → {row['temporary_mib']:.0f} MiB",
+      ratio(part["rows"]["p = 0.9"]),
+      f"{over:.2f}",
+    )
+
+
+def rows_of_attention():
+  for case in cases_of_operators("attention", "", "gradient"):
+    row = case["rows"]["default"]
+    kind, rate = re.search(r"^(\w+) .* dropout ([\d.]+)", case["case"]).groups()
+    memory = row["temporary_mib"] / case["rows"]["whole"]["temporary_mib"]
+    sizes = sizes_of(case, "B", "T", "H")
+    yield kind, sizes, f"{float(rate):g}", ratio(row), ratio(row, "busy"), f"{memory:.2f}"
+
+
+def rows_of_pooling():
+  operators = [
+    cases_of_operators("pooling", name, kind)
+    for name in ("pool_segments", "upsample_segments")
+    for kind in ("forward", "gradient")
+  ]
+  for cases in zip(*operators, strict=True):
+    yield sizes_of(cases[0], "B", "T", "D"), *(ratio(x["rows"]["segments"]) for x in cases)
+  for case in cases_of_operators("pooling", "middle layers", "gradient"):
+    row, known = case["rows"]["at capacity"], case["rows"]["known"]
+    padded = case["rows"]["padded"]["temporary_mib"]
+    yield (
+      sizes_of(case, "B", "T", "D"),
+      ratio(row),
+      f"{row['quiet']['ratio'] / known['quiet']['ratio']:.2f}",
+      f"{padded:,.0f} → {row['temporary_mib']:,.0f} MiB",
+    )
+
+
+def rows_of_peers():
+  for case in result("ops")["parts"]["peers"]["cases"]:
+    row, base = case["rows"]["default"], case["rows"][case["base"]]
+    seconds = [f"{x['quiet']['milliseconds'] / 1000:.2f} s" for x in (row, base)]
+    kind = case["case"].rpartition(", ")[2]
+    cells = [sizes_of(case, "B", "T"), kind, *seconds, ratio(row), ratio(row, "busy")]
+    if case["base"] == "PyTorch":
+      cells += [ratio(case["rows"][f"tiles of {size}"]) for size in (128, 512)]
+    else:
+      cells.append(f"{row['temporary_mib']:,.0f} for {base['temporary_mib']:,.0f} MiB")
+    yield cells
+
+
+@pytest.mark.parametrize(
+  "rows", [rows_of_shift_and_sum, rows_of_attention, rows_of_pooling, rows_of_peers]
+)
+def test_the_tables_of_operators_are_those_that_were_measured(rows):
+  assert_said(*(f"| {' | '.join(cells)} |" for cells in rows()), page=RESULTS)
+
+
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
   assert len(README.splitlines()) <= 120
   rows = re.sub(r"\[.*?\]\(.*?\)", "", "\n".join(re.findall(r"^\|.*", README, re.MULTILINE)))
