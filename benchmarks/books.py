@@ -8,10 +8,10 @@ mixer. Each mixer is trained with seed 0 at three learning rates. The three mixe
 validation are then trained at their best rate with two more seeds. All runs with one seed see the
 same rows. The mixers of jax-linear-attention need `dpjax[relatives]`.
 
-Each run has one core, and another run beside it. A run that has ended is not trained again, and one
-that was interrupted is resumed; runs of an earlier report at --out are not trained again either.
-A run is scored with its best parameters by validation. The report has each run's scores; the
-figure, validation over updates at the best rate.
+As many runs train at once as there are cores, each on its own core, so that speeds are measured
+beside other runs. A run that has ended is not trained again, and one that was interrupted is
+resumed. A run is scored with its best parameters by validation. The report has each run's scores;
+the figure, validation over updates at the best rate.
 """
 
 import argparse
@@ -63,7 +63,7 @@ SPLITS = ("train", "valid", "test")
 
 def sections(mixer: str) -> tuple[ConfigDict, ...]:
   """`model.mixer`."""
-  return tuple(config.mixer(**settings) for settings in MIXERS[mixer])
+  return tuple(config.mixer(**section) for section in MIXERS[mixer])
 
 
 def settings(mixer: str, rate: float, seed: int, updates: int) -> ConfigDict:
@@ -73,11 +73,11 @@ def settings(mixer: str, rate: float, seed: int, updates: int) -> ConfigDict:
   experiment.model.mixer = sections(mixer)
   experiment.model.feed_forward_width = feed_forward_width(mixer)
   experiment.data.separator = "<|endofbook|>"
-  train = experiment.train
-  train.update(dict(learning_rate=rate, num_steps=updates))
-  train.schedule.warmup_steps = min(100, updates // 2)
-  train.eval_every_steps = max(1, updates // 4)
-  train.log_every_steps = max(1, min(20, updates // 2))
+  training = experiment.train
+  training.update(dict(learning_rate=rate, num_steps=updates))
+  training.schedule.warmup_steps = min(100, updates // 2)
+  training.eval_every_steps = max(1, updates // 4)
+  training.log_every_steps = max(1, min(20, updates // 2))
   experiment.eval.max_tokens = 100_000
   experiment.sample.prompt = ""
   return experiment
@@ -108,12 +108,12 @@ def folder(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) ->
 
 
 def digest(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> str:
-  """Of what a run is made from: its settings and the texts."""
-  made_from = settings(mixer, rate, seed, arguments.updates)
-  found = hashlib.sha256(loading.digest(made_from.to_dict()).encode())
+  """SHA-256 of a run's settings, of the texts, and of where it is measured."""
+  experiment = settings(mixer, rate, seed, arguments.updates)
+  sha256 = hashlib.sha256(loading.digest(experiment.to_dict()).encode())
   for split in SPLITS:
-    found.update((arguments.books / f"{split}.txt").read_bytes())
-  return found.hexdigest()
+    sha256.update((arguments.books / f"{split}.txt").read_bytes())
+  return sha256.hexdigest()
 
 
 def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> None:
@@ -137,19 +137,8 @@ def train(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> 
   (run_folder / "entry.json").write_text(json.dumps(entry, indent=2) + "\n", encoding="utf-8")
 
 
-def reported_entries(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-  """The entries of an earlier report, by their digests."""
-  report = arguments.out.with_suffix(".json")
-  if not report.exists():
-    return {}
-  entries = json.loads(report.read_text(encoding="utf-8"))["runs"]
-  return {entry["digest"]: entry for entry in entries}
-
-
 def train_all(
-  arguments: argparse.Namespace,
-  runs: Sequence[tuple[str, float, int]],
-  reported: Mapping[str, dict[str, Any]],
+  arguments: argparse.Namespace, runs: Sequence[tuple[str, float, int]]
 ) -> list[dict[str, Any]]:
   """The entries of runs; those that have none yet are trained, one on each core."""
   free_cores: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -170,18 +159,13 @@ def train_all(
       raise SystemExit(f"{run}: ended with status {done.returncode}; see {log}")
 
   def entry_of(run: tuple[str, float, int]) -> dict[str, Any]:
-    made_from = digest(arguments, *run)
-    entry = reported.get(made_from)
-    if entry is None:
-      run_folder = folder(arguments, *run)
-      path = run_folder / "entry.json"
-      if not path.exists():
-        train_in_a_process(run, run_folder)
-      entry = json.loads(path.read_text(encoding="utf-8"))
-      if entry.get("digest") != made_from:
-        raise SystemExit(
-          f"--workdir: expected runs with these texts and settings, got {run_folder}"
-        )
+    run_folder = folder(arguments, *run)
+    path = run_folder / "entry.json"
+    if not path.exists():
+      train_in_a_process(run, run_folder)
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    if entry.get("digest") != digest(arguments, *run):
+      raise SystemExit(f"--workdir: expected runs with these texts and settings, got {run_folder}")
     print(run, entry["test"], flush=True)
     return entry
 
@@ -261,8 +245,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for number, entry in enumerate(rank(report["runs"])):
       updates = [int(update) for update in entry["valid"]]
-      line = "-" if number < 5 else "--"
-      axis.plot(updates, [*entry["valid"].values()], line, label=entry["mixer"])
+      axis.plot(updates, [*entry["valid"].values()], label=entry["mixer"], **style.line(number))
     axis.set_xlabel("updates")
     axis.set_ylabel("bits per character, validation")
     axis.legend(fontsize=7)
@@ -300,12 +283,10 @@ def main() -> None:
       feed_forward_width(name)
     except UserError as error:
       parser.error(f"--mixers: {error}")
-  reported = reported_entries(arguments)
-  first_runs = [(name, rate, SEEDS[0]) for rate in RATES for name in mixers]
-  entries = train_all(arguments, first_runs, reported)
+  entries = train_all(arguments, [(name, rate, SEEDS[0]) for rate in RATES for name in mixers])
   finalists = rank(entries)[: arguments.finalists]
   repeats = [(x["mixer"], x["learning_rate"], seed) for x in finalists for seed in SEEDS[1:]]
-  entries += train_all(arguments, repeats, reported)
+  entries += train_all(arguments, repeats)
   report = {
     "command": " ".join(["python", *sys.orig_argv[1:]]),
     "machine": harness.describe_machine(),

@@ -84,12 +84,12 @@ class Case:
 
 
 def compiled(function: Callable, *arguments: Any, max_mib: float | None = None) -> Program | str:
-  """Compiles a function for these arguments; a string if it needs too much temporary memory.
+  """Compiles a function for these arguments; returns why not if it needs too much memory.
 
   Args:
     function: what the program computes.
     *arguments: its arguments.
-    max_mib: the limit, MiB; None is 60% of the machine's memory.
+    max_mib: the most temporary memory, MiB; None is 60% of the machine's memory.
   """
   import jax
 

@@ -2,16 +2,17 @@
 
   python benchmarks/long_rows.py --out results/long_rows
 
-Float32, one row or several of T tokens, the same number of tokens for each T. Parts:
+Float32. Each T has the same number of tokens, in one row or several, except for one longer row in
+`layers`. Parts:
 
   layers   one layer of width 512, its result and the gradients of its parameters and inputs, 32,768
-           tokens, and 65,536 in one row without attention to all of them: each mixer, base
-           "dispatcher", beside attention by PyTorch's `scaled_dot_product_attention` in a layer of
-           the same shape
+           tokens, and one row of 65,536 without full attention, which takes minutes: each mixer,
+           base "dispatcher", beside attention by PyTorch's `scaled_dot_product_attention` in a
+           layer of the same shape
   steps    a training step of 4 layers of width 256 and a vocabulary of 256, 8,192 tokens, base
            "dispatcher"
-  tokens   one more token of one row of that model, after T - 16 of them, base "dispatcher"; with a
-           cache, in a compiled scan over 16 tokens
+  tokens   one more token of that model with a cache, after T - 16 tokens of one row, in a compiled
+           scan over 16 tokens, base "dispatcher"
 
 The mixers of jax-linear-attention are timed where `dpjax[relatives]` is installed, and PyTorch
 where torch is. A layer that needs more than 5 GiB of temporary memory is left out, and a step that

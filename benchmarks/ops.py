@@ -17,9 +17,10 @@ operator's choice. The parts:
   attention      causal and relative attention in tiles, base "whole": all weights at once
   state_space    `selective_state_space` by the size of its chunks, base "attention" of the same
                  width; "PyTorch" is the chunked form of Mamba-2's paper, all chunks at once
-  peers          causal attention, base "PyTorch": its `scaled_dot_product_attention`, on its own
-                 layout, [B, H, T, E]; and `selective_state_space`, base "jla": the same recurrence
-                 of jax-linear-attention in chunks. Each where that package is installed, on a CPU
+  peers          causal attention, base "PyTorch": its `scaled_dot_product_attention`, on views
+                 [B, H, T, E] of arrays [B, T, H, E], as in a layer; and `selective_state_space`,
+                 base "jla": the same recurrence of jax-linear-attention in chunks. Each where that
+                 package is installed, on a CPU
   local          causal attention to the last 256 tokens of 8,192, base "full": to all of them, in
                  tiles; "whole": with all weights at once
   pooling        `pool_segments` and `upsample_segments`, base "dense": the form of the pooling
@@ -298,33 +299,38 @@ def torch_state_space(has_gradient: bool, size: int, *arguments: jax.Array) -> h
 
 
 def peers(quick: bool) -> Iterator[harness.Case]:
-  has_torch = ON_CPU and importlib.util.find_spec("torch")
+  if ON_CPU and importlib.util.find_spec("torch"):
+    yield from attention_beside_pytorch(quick)
+  if ON_CPU and importlib.util.find_spec("jla"):
+    yield from state_space_beside_jla(quick)
+
+
+def attention_beside_pytorch(quick: bool) -> Iterator[harness.Case]:
+  functions = {
+    f"tiles of {size}": functools.partial(ops.causal_attention, block_size=size)
+    for size in ((16, 24) if quick else (128, 256, 512))
+  }
+  functions["default"] = ops.causal_attention
   shapes = [(3, 48, 3, 8)] if quick else [(16, 2_048, 8, 64), (1, 8_192, 8, 64)]
-  for batch, length, heads, features in shapes if has_torch else []:
+  for batch, length, heads, features in shapes:
     queries_keys_values = [draw(batch, length, heads, features) + i for i in range(3)]
-    functions = {
-      f"tiles of {size}": functools.partial(ops.causal_attention, block_size=size)
-      for size in ((16, 24) if quick else (128, 256, 512))
-    }
-    functions["default"] = ops.causal_attention
     name = f"causal attention, B {batch} T {length} H {heads} E {features}"
     for case in both(name, "PyTorch", functions, *queries_keys_values):
       theirs = torch_attention(case.name.endswith("gradient"), *queries_keys_values)
       yield dataclasses.replace(case, programs={**case.programs, "PyTorch": theirs})
 
-  has_jla = ON_CPU and importlib.util.find_spec("jla")
-  shapes = [(3, 48, 4, 8, 6)] if quick else [(64, 512, 16, 64, 128), (16, 2_048, 16, 64, 128)]
-  if not quick:
-    shapes.append((1, 32_768, 16, 64, 128))
-  for batch, length, heads, features, states in shapes if has_jla else []:
-    from jla.layers.ssm import mamba2_ssd
 
+def state_space_beside_jla(quick: bool) -> Iterator[harness.Case]:
+  from jla.layers.ssm import mamba2_ssd
+
+  functions = {
+    "default": ops.selective_state_space,
+    "jla": lambda *x: mamba2_ssd(*x)[0],
+    "jla, chunks of 128": lambda *x: mamba2_ssd(*x, chunk_size=128)[0],
+  }
+  heads, features, states = (4, 8, 6) if quick else (16, 64, 128)
+  for batch, length in [(3, 48)] if quick else [(64, 512), (16, 2_048), (1, 32_768)]:
     arguments = state_space_arguments(batch, length, heads, features, states)
-    functions = {
-      "default": ops.selective_state_space,
-      "jla": lambda *x: mamba2_ssd(*x)[0],
-      "jla, chunks of 128": lambda *x: mamba2_ssd(*x, chunk_size=128)[0],
-    }
     name = f"state space, B {batch} T {length} H {heads} P {features} N {states}"
     yield from both(name, "jla", functions, *arguments)
 

@@ -39,9 +39,10 @@ class LinearAttention(Mixer):
     out       = (rms_norm(y) * output_gate(x)) W_out               with a gain, epsilon 1e-5
 
   Each subclass has its own S, gates and output gate. In those with the delta rule, q and k are
-  divided by their norms. Where S decays with exp(a_log), that rate starts at U(0, 16), and the
-  step softplus(dt_bias) between 0.001 and 0.1. Gates, states and the norm are float32. A mixer
-  costs O(T) and generates with a cache of fixed size. There is no dropout.
+  divided by their norms. In those with `a_log`, the rate exp(a_log) starts at U(0, 16), in `KDA` at
+  U(1, 16), and the step softplus(dt_bias) log-uniformly between 0.001 and 0.1. Gates, states and
+  the norm are float32. A mixer costs O(T) and generates with a cache of fixed size. There is no
+  dropout.
 
   Attributes:
     num_heads: H, a divisor of D unless both widths are set.
@@ -49,15 +50,15 @@ class LinearAttention(Mixer):
     value_width: V, the features of a value in each head; None: D / H.
     num_taps: the positions that the convolution reads; 0: no convolution.
     implementation: `reference` runs the recurrence position by position, `chunked` by chunks, and
-      `mosaic_gpu` as a kernel of Hopper GPUs, for bfloat16 and float16 and K and V of 64 or 128.
-      None: the kernel where it can run, else chunks.
+      `mosaic_gpu` as a kernel of Hopper GPUs, in bfloat16 and for K and V of 64 or 128; None: the
+      kernel where it can run, else chunks.
 
   For the other attributes see `dpjax.layers.Mixer`.
 
   Raises:
     UserError: `jla` is not installed.
-    ValueError: a setting is out of range; or, when it runs, `jla` has no such kernel for the device
-      and the shapes.
+    ValueError: a setting is out of range; or, at a call, `jla` has no such kernel for the device,
+      the dtype or the shapes.
   """
 
   separates_documents: ClassVar[bool] = True

@@ -38,8 +38,7 @@ class LogLinearMamba2(Mamba2):
   several positions in a step are read one by one. A row cannot grow beyond `max_length`.
 
   Attributes:
-    implementation: `reference` runs whole rows position by position, `chunked` by chunks, and None
-      as the fastest that suits the device.
+    implementation: `reference` runs whole rows position by position; `chunked` and None, by chunks.
 
   Raises:
     UserError: `jla` is not installed.

@@ -43,7 +43,8 @@ def run(
     arrays: its queries q and keys k, [B, T, H, K], values v, [B, T, H, V], and gates, by name.
     context: the starts of documents in whole rows; with a state, the lengths.
     state: None for whole rows, or the one before them, [B, H, K, V] in float32.
-    implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
+    implementation: one of `IMPLEMENTATIONS`; None: a kernel where one can run, else chunks. A step
+      of one position always runs `reference`.
     scale: a factor of the queries; None: 1/sqrt(K).
   """
   ops = importlib.import_module("jla.ops")

@@ -165,21 +165,22 @@ def ratio(row, condition: str = "quiet") -> str:
 
 
 def rows_of_shift_and_sum():
-  forward = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, forward")
-  gradient = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, gradient")
-  dropped = cases_of_operators("shift_and_sum", "shift_and_sum with levels dropped", "gradient")
-  for once, both, part in zip(forward, gradient, dropped, strict=True):
-    row = both["rows"]["default"]
-    before = both["rows"]["unrolled"]["temporary_mib"]
-    over = row["quiet"]["milliseconds"] / both["rows"]["attention"]["quiet"]["milliseconds"]
+  all_forward = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, forward")
+  all_gradients = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, gradient")
+  all_dropped = cases_of_operators("shift_and_sum", "shift_and_sum with levels", "gradient")
+  for forward, gradient, dropped in zip(all_forward, all_gradients, all_dropped, strict=True):
+    default = gradient["rows"]["default"]
+    unrolled = gradient["rows"]["unrolled"]
+    attention = gradient["rows"]["attention"]
+    over_attention = default["quiet"]["milliseconds"] / attention["quiet"]["milliseconds"]
     yield (
-      sizes_of(both, "B", "T", "D"),
-      ratio(once["rows"]["default"]),
-      ratio(row),
-      ratio(row, "busy"),
-      f"{before:.0f} → {row['temporary_mib']:.0f} MiB",
-      ratio(part["rows"]["p = 0.9"]),
-      f"{over:.2f}",
+      sizes_of(gradient, "B", "T", "D"),
+      ratio(forward["rows"]["default"]),
+      ratio(default),
+      ratio(default, "busy"),
+      f"{unrolled['temporary_mib']:.0f} → {default['temporary_mib']:.0f} MiB",
+      ratio(dropped["rows"]["p = 0.9"]),
+      f"{over_attention:.2f}",
     )
 
 
@@ -201,26 +202,28 @@ def rows_of_pooling():
   for cases in zip(*operators, strict=True):
     yield sizes_of(cases[0], "B", "T", "D"), *(ratio(x["rows"]["segments"]) for x in cases)
   for case in cases_of_operators("pooling", "middle layers", "gradient"):
-    row, known = case["rows"]["at capacity"], case["rows"]["known"]
-    padded = case["rows"]["padded"]["temporary_mib"]
+    padded = case["rows"]["padded"]
+    known = case["rows"]["known"]
+    at_capacity = case["rows"]["at capacity"]
     yield (
       sizes_of(case, "B", "T", "D"),
-      ratio(row),
-      f"{row['quiet']['ratio'] / known['quiet']['ratio']:.2f}",
-      f"{padded:,.0f} → {row['temporary_mib']:,.0f} MiB",
+      ratio(at_capacity),
+      f"{at_capacity['quiet']['ratio'] / known['quiet']['ratio']:.2f}",
+      f"{padded['temporary_mib']:,.0f} → {at_capacity['temporary_mib']:,.0f} MiB",
     )
 
 
 def rows_of_peers():
   for case in result("ops")["parts"]["peers"]["cases"]:
-    row, base = case["rows"]["default"], case["rows"][case["base"]]
-    seconds = [f"{x['quiet']['milliseconds'] / 1000:.2f} s" for x in (row, base)]
+    default = case["rows"]["default"]
+    base = case["rows"][case["base"]]
+    seconds = [f"{x['quiet']['milliseconds'] / 1000:.2f} s" for x in (default, base)]
     kind = case["case"].rpartition(", ")[2]
-    cells = [sizes_of(case, "B", "T"), kind, *seconds, ratio(row), ratio(row, "busy")]
+    cells = [sizes_of(case, "B", "T"), kind, *seconds, ratio(default), ratio(default, "busy")]
     if case["base"] == "PyTorch":
       cells += [ratio(case["rows"][f"tiles of {size}"]) for size in (128, 512)]
     else:
-      cells.append(f"{row['temporary_mib']:,.0f} for {base['temporary_mib']:,.0f} MiB")
+      cells.append(f"{default['temporary_mib']:,.0f} for {base['temporary_mib']:,.0f} MiB")
     yield cells
 
 

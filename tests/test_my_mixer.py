@@ -275,6 +275,11 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
 
     return scipy.special.expit(x)
 
+  def imports_a_neighbour(p, x, mixer):
+    from . import json
+
+    return json.loads(x)
+
   def linear(p, x):
     return x
 
@@ -289,6 +294,7 @@ def test_a_function_in_numpy_stands_alone(min_gru, monkeypatch):
     (has_an_annotation, "got has_an_annotation, which uses jax"),
     (has_a_default, "got has_a_default, which uses helpers"),
     (imports_another_package, "got imports_another_package, which uses scipy.special"),
+    (imports_a_neighbour, r"got imports_a_neighbour, which uses \."),
     (linear, "with a name that dpjax.runs.numpy_model lacks, got linear"),
     (sum, "with a name that dpjax.runs.numpy_model lacks, got sum"),
     (lambda p, x, mixer: x, "with a name, got <lambda>"),

@@ -90,13 +90,16 @@ def _global_names(code: types.CodeType) -> set[str]:
   Imports from the standard library and of NumPy, which every user of the program has, do not count.
   """
   names = set()
-  for instruction in dis.get_instructions(code):
+  instructions = [*dis.get_instructions(code)]
+  for number, instruction in enumerate(instructions):
     if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
       names.add(instruction.argval)
     elif instruction.opname == "IMPORT_NAME":
+      # The number of dots is loaded before it, and between them the names after `import`.
+      dots = "." * instructions[number - 2].argval
       package = instruction.argval.partition(".")[0]
-      if package not in {"numpy", *sys.stdlib_module_names}:
-        names.add(instruction.argval)
+      if dots or package not in {"numpy", *sys.stdlib_module_names}:
+        names.add(dots + instruction.argval)
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
       names |= _global_names(constant)

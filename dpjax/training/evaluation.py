@@ -130,7 +130,7 @@ class Scorer:
       expected = f"expected 1 to model.max_length = {self.max_length}"
       raise UserError(f"eval.window: {expected}, got {window}")
     if not stride:
-      stride = min(self.settings.stride, window) or window
+      stride = min(self.settings.stride or window, window)
     return window, stride
 
   def score(

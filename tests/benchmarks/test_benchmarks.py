@@ -1,5 +1,6 @@
 """The harness takes turns and reports; each benchmark runs when small."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ sys.path.insert(0, str(helpers.ROOT / "benchmarks"))  # As for a script there.
 import books  # noqa: E402
 import compiled  # noqa: E402
 import harness  # noqa: E402
+
+HAS_JLA = pytest.mark.skipif(importlib.util.find_spec("jla") is None, reason="jla is not installed")
 
 
 def program(log, name, seconds):
@@ -66,6 +69,7 @@ def test_without_its_base_a_case_is_no_case():
     ("step", "hourglass"),
     ("generation", "operators,models,pooling"),
     ("long_rows", "layers,steps,tokens"),
+    pytest.param("ops", "peers", marks=HAS_JLA),
   ],
 )
 def test_each_part_runs_and_is_reported(name, parts, tmp_path):
@@ -131,13 +135,17 @@ def test_mixers_are_compared_on_books(text, tmp_path):
     )
 
   assert "--updates: expected at least 1, got 0" in run("--updates=0").stderr
-  for _ in range(2):  # The second time, the runs are read.
-    done = run()
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(out.with_suffix(".json").read_text())["rows"]
-    assert row["interval"] > 0 and len(row["bits_at_rates"]) == 3
-    assert f"| we | {row['parameters'] / 1e6:.2f}M |" in done.stdout
+  done = run()
+  assert done.returncode == 0, done.stderr
+  (row,) = json.loads(out.with_suffix(".json").read_text())["rows"]
+  assert row["interval"] > 0 and len(row["bits_at_rates"]) == 3
+  assert f"| we | {row['parameters'] / 1e6:.2f}M |" in done.stdout
   assert out.with_suffix(".png").exists()
+  logs = [*(tmp_path / "runs").rglob("seed_*.log")]
+  assert len(logs) == 5
+  for log in logs:
+    log.unlink()
+  assert run().stdout == done.stdout and not any(log.exists() for log in logs)
   (folder / "test.txt").write_text(f"{words}and more\n")
   done = run()
   assert done.returncode == 1

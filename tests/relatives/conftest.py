@@ -1,4 +1,4 @@
-"""What these tests run under: `jla` mixes dtypes and ranks, which other tests forbid."""
+"""Allows promotion of dtypes and ranks, which `jla` relies on and other tests forbid."""
 
 import jax
 import pytest

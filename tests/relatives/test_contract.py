@@ -20,8 +20,8 @@ WIDTH = 6
 WIDTH_OF_MAMBA2 = 12
 # With three features in a head, the norms of their sums amplify the rounding to bfloat16.
 WIDTH_IN_BFLOAT16 = 64
-RELATIONS = [name for name in testing.RELATIONS if name != "dropout"]  # They have none.
-# Of mixers that differ from the others only in their gates, what gates can break.
+RELATIONS = [name for name in testing.RELATIONS if name != "dropout"]  # These mixers have none.
+# What gates can break; the rest is slow for mixers that differ from others only in their gates.
 BY_GATES = {"bfloat16", "gradients", "chunks", "documents"}
 
 
