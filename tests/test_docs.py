@@ -184,6 +184,33 @@ def rows_of_shift_and_sum():
     )
 
 
+def rows_of_the_overview():
+  """What the page's first table on speed has of shift-and-sum and of relative attention."""
+  _, middle, long = cases_of_operators("shift_and_sum", "shift_and_sum, B", "float32, gradient")
+  (relative,) = cases_of_operators("attention", "relative attention, B 1 T 2048", "0.0, gradient")
+  for ours, theirs, case, name in (
+    (
+      "shift-and-sum, T 4096, D 512, gradient",
+      "its levels unrolled, JAX's own gradient",
+      middle,
+      "unrolled",
+    ),
+    ("the same", "masked self-attention of one head, in tiles", middle, "attention"),
+    ("the same, T 16384, D 256", "likewise", long, "attention"),
+    (
+      "relative attention in tiles, T 2048, gradient",
+      "all weights at once",
+      relative,
+      "whole",
+    ),
+  ):
+    default = case["rows"]["default"]
+    other = case["rows"][name]
+    time = default["quiet"]["milliseconds"] / other["quiet"]["milliseconds"]
+    memory = default["temporary_mib"] / other["temporary_mib"]
+    yield ours, theirs, f"{time:.2f}", f"{memory:.2f}"
+
+
 def rows_of_attention():
   for case in cases_of_operators("attention", "", "gradient"):
     row = case["rows"]["default"]
@@ -228,7 +255,14 @@ def rows_of_peers():
 
 
 @pytest.mark.parametrize(
-  "rows", [rows_of_shift_and_sum, rows_of_attention, rows_of_pooling, rows_of_peers]
+  "rows",
+  [
+    rows_of_the_overview,
+    rows_of_shift_and_sum,
+    rows_of_attention,
+    rows_of_pooling,
+    rows_of_peers,
+  ],
 )
 def test_the_tables_of_operators_are_those_that_were_measured(rows):
   assert_said(*(f"| {' | '.join(cells)} |" for cells in rows()), page=RESULTS)
