@@ -108,7 +108,7 @@ def folder(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) ->
 
 
 def digest(arguments: argparse.Namespace, mixer: str, rate: float, seed: int) -> str:
-  """SHA-256 of a run's settings, of the texts, and of where it is measured."""
+  """SHA-256 of a run's settings and of the texts."""
   experiment = settings(mixer, rate, seed, arguments.updates)
   sha256 = hashlib.sha256(loading.digest(experiment.to_dict()).encode())
   for split in SPLITS:
