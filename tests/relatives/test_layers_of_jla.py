@@ -221,9 +221,10 @@ def assert_small(found, most) -> None:
 )
 def test_whole_rows_and_gradients(name, is_packed):
   found = compare_whole_rows(make_pair(name), is_packed)
-  # The gradient by a_log is a sum over all positions, whose terms cancel.
-  assert_small(found, 3e-5)
-  assert found["outputs"] < 1e-5
+  # These gradients are sums over all positions, whose terms cancel.
+  by_all_positions = {"gradient by ['a_log']", "gradient by ['dt_bias']"}
+  assert_small({name: found[name] for name in found if name in by_all_positions}, 3e-5)
+  assert_small({name: found[name] for name in found if name not in by_all_positions}, 1e-5)
 
 
 @pytest.mark.parametrize("name", LINEAR)
