@@ -299,9 +299,13 @@ def torch_state_space(has_gradient: bool, size: int, *arguments: jax.Array) -> h
 
 
 def peers(quick: bool) -> Iterator[harness.Case]:
-  if ON_CPU and importlib.util.find_spec("torch"):
+  has_torch = ON_CPU and importlib.util.find_spec("torch")
+  has_jla = ON_CPU and importlib.util.find_spec("jla")
+  if not has_torch and not has_jla:
+    raise SystemExit("--parts: expected PyTorch or jax-linear-attention for peers, on a CPU")
+  if has_torch:
     yield from attention_beside_pytorch(quick)
-  if ON_CPU and importlib.util.find_spec("jla"):
+  if has_jla:
     yield from state_space_beside_jla(quick)
 
 
