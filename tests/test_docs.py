@@ -152,12 +152,10 @@ def sizes_of(case, *names: str) -> str:
   return ", ".join(re.search(rf"\b{name} (\d+)", case["case"])[1] for name in names)
 
 
-def cases_of_operators(part: str, name: str, kind: str):
-  """The cases of results/ops.json whose name begins with `name` and ends with `kind`."""
+def cases_of_operators(part: str, beginning: str, ending: str):
+  """The cases of a part of results/ops.json whose names begin and end so."""
   cases = result("ops")["parts"][part]["cases"]
-  found = [x for x in cases if x["case"].startswith(name) and x["case"].endswith(kind)]
-  assert found
-  return found
+  return [x for x in cases if x["case"].startswith(beginning) and x["case"].endswith(ending)]
 
 
 def ratio(row, condition: str = "quiet") -> str:
@@ -214,28 +212,28 @@ def rows_of_the_overview():
 def rows_of_attention():
   for case in cases_of_operators("attention", "", "gradient"):
     row = case["rows"]["default"]
-    kind, rate = re.search(r"^(\w+) .* dropout ([\d.]+)", case["case"]).groups()
+    scores, rate = re.search(r"^(\w+) .* dropout ([\d.]+)", case["case"]).groups()
     memory = row["temporary_mib"] / case["rows"]["whole"]["temporary_mib"]
     sizes = sizes_of(case, "B", "T", "H")
-    yield kind, sizes, f"{float(rate):g}", ratio(row), ratio(row, "busy"), f"{memory:.2f}"
+    yield scores, sizes, f"{float(rate):g}", ratio(row), ratio(row, "busy"), f"{memory:.2f}"
 
 
 def rows_of_pooling():
   operators = [
-    cases_of_operators("pooling", name, kind)
+    cases_of_operators("pooling", name, computes)
     for name in ("pool_segments", "upsample_segments")
-    for kind in ("forward", "gradient")
+    for computes in ("forward", "gradient")
   ]
   for cases in zip(*operators, strict=True):
     yield sizes_of(cases[0], "B", "T", "D"), *(ratio(x["rows"]["segments"]) for x in cases)
   for case in cases_of_operators("pooling", "middle layers", "gradient"):
     padded = case["rows"]["padded"]
-    known = case["rows"]["known"]
+    known_count = case["rows"]["known"]
     at_capacity = case["rows"]["at capacity"]
     yield (
       sizes_of(case, "B", "T", "D"),
       ratio(at_capacity),
-      f"{at_capacity['quiet']['ratio'] / known['quiet']['ratio']:.2f}",
+      f"{at_capacity['quiet']['ratio'] / known_count['quiet']['ratio']:.2f}",
       f"{padded['temporary_mib']:,.0f} → {at_capacity['temporary_mib']:,.0f} MiB",
     )
 
@@ -245,8 +243,8 @@ def rows_of_peers():
     default = case["rows"]["default"]
     base = case["rows"][case["base"]]
     seconds = [f"{x['quiet']['milliseconds'] / 1000:.2f} s" for x in (default, base)]
-    kind = case["case"].rpartition(", ")[2]
-    cells = [sizes_of(case, "B", "T"), kind, *seconds, ratio(default), ratio(default, "busy")]
+    computes = case["case"].rpartition(", ")[2]
+    cells = [sizes_of(case, "B", "T"), computes, *seconds, ratio(default), ratio(default, "busy")]
     if case["base"] == "PyTorch":
       cells += [ratio(case["rows"][f"tiles of {size}"]) for size in (128, 512)]
     else:

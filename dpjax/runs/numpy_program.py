@@ -1,5 +1,6 @@
 """The program of an exported model: `dpjax.runs.numpy_model`, with the functions of plugins."""
 
+import ast
 import builtins
 import dis
 import inspect
@@ -29,16 +30,17 @@ def check_function(component: str, function: Callable) -> None:
   if name in available:
     raise UserError(f"{expected} with a name that dpjax.runs.numpy_model lacks, got {name}")
   try:
-    # As a part of the program, which is read without the plugin's imports from __future__.
-    code = compile(_text(function), name, "exec", dont_inherit=True)
+    text = _text(function)
   except OSError as error:
     raise UserError(f"{expected} in a file, got {name}") from error
+  # As a part of the program, which is read without the plugin's imports from __future__.
+  code = compile(text, name, "exec", dont_inherit=True)
   unknown = {
     x
     for x in _global_names(code)
     if x not in available or function.__globals__.get(x, available[x]) is not available[x]
   }
-  if foreign := (unknown | {*function.__code__.co_freevars}) - {name}:
+  if foreign := (unknown | {*function.__code__.co_freevars} | _foreign_imports(text)) - {name}:
     raise UserError(
       f"{expected} that uses only names of dpjax.runs.numpy_model, such as np, linear and part, "
       f"got {name}, which uses {', '.join(sorted(foreign))}"
@@ -85,25 +87,24 @@ def _known(components: Registry) -> Mapping[str, Callable]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-  """The names that code reads or imports, also within its functions and classes.
-
-  Imports from the standard library and of NumPy, which every user of the program has, do not count.
-  """
-  names = set()
-  instructions = [*dis.get_instructions(code)]
-  for number, instruction in enumerate(instructions):
-    if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-      names.add(instruction.argval)
-    elif instruction.opname == "IMPORT_NAME":
-      # The number of dots is loaded before it, and between them the names after `import`.
-      dots = "." * instructions[number - 2].argval
-      package = instruction.argval.partition(".")[0]
-      if dots or package not in {"numpy", *sys.stdlib_module_names}:
-        names.add(dots + instruction.argval)
+  """The global names that code reads, also within its functions and classes."""
+  read = ("LOAD_GLOBAL", "LOAD_NAME")
+  names = {x.argval for x in dis.get_instructions(code) if x.opname in read}
   for constant in code.co_consts:
     if isinstance(constant, types.CodeType):
       names |= _global_names(constant)
   return names
+
+
+def _foreign_imports(text: str) -> set[str]:
+  """What a function's text imports besides NumPy and the standard library, which all users have."""
+  names = set()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      names.add("." * node.level + (node.module or ""))
+  return {x for x in names if x.partition(".")[0] not in {"numpy", *sys.stdlib_module_names}}
 
 
 def _text(function: Callable) -> str:

@@ -16,7 +16,9 @@ import books  # noqa: E402
 import compiled  # noqa: E402
 import harness  # noqa: E402
 
-HAS_JLA = pytest.mark.skipif(importlib.util.find_spec("jla") is None, reason="jla is not installed")
+NEEDS_JLA = pytest.mark.skipif(
+  importlib.util.find_spec("jla") is None, reason="jla is not installed"
+)
 
 
 def program(log, name, seconds):
@@ -69,7 +71,7 @@ def test_without_its_base_a_case_is_no_case():
     ("step", "hourglass"),
     ("generation", "operators,models,pooling"),
     ("long_rows", "layers,steps,tokens"),
-    pytest.param("ops", "peers", marks=HAS_JLA),
+    pytest.param("ops", "peers", marks=NEEDS_JLA),
   ],
 )
 def test_each_part_runs_and_is_reported(name, parts, tmp_path):
